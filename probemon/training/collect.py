@@ -27,7 +27,8 @@ from probemon.core.extras import import_arrow
 from probemon.core.files import save_tensors, write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.offline.windows import Reading
-from probemon.training.examples import Source, read_examples
+from probemon.training.example_files import Source
+from probemon.training.examples import read_examples
 from probemon.training.groups import group_texts
 from probemon.training.labels import Known, parts_of
 from probemon.training.state_store import SiteStates, StatePlan, StateStore, TextReader, collect_states, within_budget

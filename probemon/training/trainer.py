@@ -40,7 +40,8 @@ from probemon.training.card import card
 from probemon.training.choice import Choice
 from probemon.training.crossvalidation import cross_validated, curve, deal
 from probemon.training.dataset import Dataset
-from probemon.training.examples import Examples, Source, read_examples
+from probemon.training.example_files import Source
+from probemon.training.examples import Examples, read_examples
 from probemon.training.fitting import BESIDE, Fitted, Rows, conditional, fit_linear, prepared, row_parts
 from probemon.training.generated import with_generated
 from probemon.training.labels import Known

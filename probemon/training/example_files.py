@@ -1,0 +1,120 @@
+"""Reads the rows of files of examples: JSON lines, tables of texts, parquet, YAML.
+
+    for where, row in read_rows(["mails.jsonl", "concepts.yaml"]): ...    # where: "mails.jsonl, line 3"
+
+What a row says is not asked here, but for what its kind of file makes of it: a cell with several labels, a list of
+concepts.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from probemon.core.extras import import_arrow
+from probemon.core.strict_json import loads
+from probemon.errors import TrainingError
+
+_JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
+_LIST_SEPARATOR = ";"  # of a cell of a table
+Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+
+
+def read_rows(sources: Source | Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(sources, (str, os.PathLike)):
+        yield from _of_file(Path(sources))
+        return
+    if isinstance(sources, Mapping) or not isinstance(sources, Iterable):
+        raise TrainingError(f"examples are {type(sources).__name__}: give files, or an iterable of dicts")
+    for i, item in enumerate(sources):
+        if isinstance(item, (str, os.PathLike)):
+            yield from _of_file(Path(item))
+        else:
+            yield _mapping(item, f"example {i}")
+
+
+def _mapping(item: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(item, Mapping):
+        raise TrainingError(f"{where} is {type(item).__name__}: give an object with 'text' and 'labels', or a pair")
+    return where, item
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        raise TrainingError(f"{path} is a folder: give its files" if path.is_dir() else _no_such_file(path))
+    try:
+        if suffix in _JSON:
+            yield from _json_lines(path)
+        elif suffix in _TABLES:
+            with path.open(encoding="utf-8-sig", newline="") as stream:
+                table = csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",")
+                twice = [name for name, n in Counter(table.fieldnames or ()).items() if n > 1]
+                if twice:
+                    raise TrainingError(f"{path.name} has two columns {twice[0]!r}: rename one")
+                for i, row in enumerate(table):
+                    yield f"{path.name}, row {i + 1}", _of_cells(row, f"{path.name}, row {i + 1}")
+        elif suffix in _YAML:
+            yield from _yaml(path)
+        elif suffix == ".parquet":
+            file = import_arrow("reading parquet").parquet.ParquetFile(path)
+            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+            for i, row in enumerate(rows):
+                yield f"{path.name}, row {i + 1}", row
+        else:
+            raise TrainingError(f"{path.name}: its kind is unknown: give .jsonl, .csv, .tsv, .parquet or .yaml")
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _no_such_file(path: Path) -> str:
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"no such file: {path}{f', did you mean {path.parent / near[0]}?' if near else ''}"
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{path.name}, line {number}"
+                try:
+                    value = loads(line)
+                except ValueError as error:
+                    raise TrainingError(f"{where} is no JSON ({error}): give one object a line") from None
+                yield _mapping(value, where)
+
+
+def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except yaml.YAMLError as error:
+        raise TrainingError(f"{path.name} is no YAML: {' '.join(str(error).split())}") from None
+    value = value.get("concepts") if isinstance(value, Mapping) else value
+    if not isinstance(value, list):
+        raise TrainingError(f"{path.name}: give a list of concepts, or a list under 'concepts'")
+    for i, item in enumerate(value):
+        where, row = _mapping(item, f"{path.name}, concept {i + 1}")
+        if "id" not in row:
+            raise TrainingError(f"{where} has no 'id'")
+        yield where, {"examples": [], **row}
+
+
+def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:
+    """A row of a table of texts: lists are separated, what is empty is not there."""
+    if None in row or any(value is None for value in row.values()):
+        raise TrainingError(f"{where} has more or fewer cells than the header: quote texts that hold separators")
+    cells = {str(key): value for key, value in row.items() if value != "" or key in ("labels", "not")}
+    for key in ("labels", "not"):
+        if key in cells:
+            cells[key] = [part.strip() for part in cells[key].split(_LIST_SEPARATOR) if part.strip()]
+    return cells

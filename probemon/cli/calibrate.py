@@ -28,7 +28,7 @@ from probemon.cli.options import (
     Threads,
     WindowTokens,
 )
-from probemon.cli.scored_documents import ScoredDocuments, check_readable, concepts_of
+from probemon.cli.scored_documents import ScoredDocuments, check_readable, concepts_of, labelled
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError, PackError
 from probemon.offline.documents import MAX_CHARS
@@ -150,6 +150,8 @@ def calibrate(
     # What is wrong with the documents shows before they are scored, which takes minutes.
     for source in (benign, *([] if positive is None else [positive])):
         check_readable(source, read)
+    if note := labelled(benign, read):
+        say(note, error=True)
     for document in read(positive) if positive not in (None, "-") else ():
         concepts_of(document, opened)
     name = model or _host_of(opened)

@@ -7,6 +7,7 @@ with progress_bar("import", unit="probe") as bar: ...
 
 from __future__ import annotations
 
+import difflib
 from contextlib import nullcontext
 from typing import Any
 
@@ -75,7 +76,8 @@ def check_fits(host: Any, tokenizer: Any, messages: Any) -> None:
 def pack_for(model: str, pack: str | None) -> str:
     """Return the PACK that was given, the shipped one where MODEL is demo. Raises `ConfigError` for other models."""
     if pack is None and model != "demo":
-        raise ConfigError("PACK is missing: only the model 'demo' has one that comes with probemon")
+        meant = ", did you mean 'demo'?" if difflib.get_close_matches(model, ["demo"]) else ""
+        raise ConfigError(f"PACK is missing: only the model 'demo' has one that comes with probemon{meant}")
     return "demo" if pack is None else pack
 
 

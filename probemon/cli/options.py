@@ -66,6 +66,16 @@ StopOn = Annotated[
         ),
     ),
 ]
+StopAggregate = Annotated[
+    str,
+    typer.Option(
+        "--aggregate",
+        help=(
+            "What --stop-on compares: none (each token's score), or the running score that the pack was trained or"
+            " calibrated for, such as ema:0.3."
+        ),
+    ),
+]
 ScoresOut = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE", help="Write the scores of every token here, one JSON object a line."),
@@ -99,6 +109,8 @@ TextField = Annotated[str, typer.Option(help="Name of the text in JSON lines and
 IdField = Annotated[str, typer.Option(help="Name of the document's id in JSON lines and parquet.")]
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-LastLineJson = Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")]
+JsonBesideView = Annotated[
+    bool, typer.Option("--json", help="One JSON object on standard output; the view goes to standard error.")
+]
 OverwritePack = Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")]
 PackName = Annotated[str, typer.Option("--name", help="Name of the new pack.")]

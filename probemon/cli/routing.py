@@ -17,7 +17,7 @@ from probemon.cli.options import (
     PROMPT,
     Device,
     Dtype,
-    LastLineJson,
+    JsonBesideView,
     MaxNewTokens,
     Model,
     Plain,
@@ -43,7 +43,7 @@ def routing(
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens of the smallest windows that alerts look at.")] = 256,
     plain: Plain = False,
-    as_json: LastLineJson = False,
+    as_json: JsonBesideView = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -72,7 +72,8 @@ def routing(
     sink = None if out is None else RoutingParquet(out) if out.suffix == ".parquet" else RoutingJsonLines(out)
     host, tokenizer = load_aloud(model, device, dtype)
     adapter = None if bem is None else attach_bem(host, bem)
-    monitor, console = RoutingMonitor(host, RoutingSettings(bem=adapter, window=window)), terminal(soft_wrap=False)
+    monitor = RoutingMonitor(host, RoutingSettings(bem=adapter, window=window))
+    console = terminal(soft_wrap=False, error=as_json)
     view: PlainRouting | LiveRouting
     if plain or not console.is_terminal:
         view = PlainRouting(console)

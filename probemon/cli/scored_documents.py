@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _FIRST = 1000  # documents
+_LIKE_CONCEPTS = ("concept", "label", "labels")  # what other tools call the field "concepts"
 
 
 @dataclass
@@ -108,10 +109,27 @@ def concepts_of(document: Document, pack: ProbePack) -> list[int] | None:
     """Probes that a document's field `concepts` names, None without one. Raises `ConfigError`, `UnknownConcept`."""
     stated = document.fields.get("concepts")
     if stated is None:
+        if alike := [name for name in _LIKE_CONCEPTS if name in document.fields]:
+            raise ConfigError(
+                f"document {document.id} has a field {alike[0]!r}, which is not read: name its concepts in a list"
+                " 'concepts', or leave the field out where it has all that are watched"
+            )
         return None
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         raise ConfigError(f"document {document.id}: 'concepts' is {stated!r}: give a list of concept ids")
     return [pack.find(name) for name in stated]
+
+
+def labelled(source: str, read: Callable[[str], Iterator[Document]]) -> str:
+    """Return a sentence on the labels of documents that are all taken to be benign; "" where the first have none."""
+    for document in islice(read(source), _FIRST) if source != "-" else ():
+        for name in ("concepts", *_LIKE_CONCEPTS):
+            if document.fields.get(name):
+                return (
+                    f"{source}: document {document.id} has {name!r}, which is not read: every document of --benign is"
+                    " taken to be without the watched concepts"
+                )
+    return ""
 
 
 def check_readable(source: str, read: Callable[[str], Iterator[Document]]) -> None:

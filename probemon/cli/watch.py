@@ -27,7 +27,7 @@ from probemon.cli.options import (
     AuditRate,
     Device,
     Dtype,
-    LastLineJson,
+    JsonBesideView,
     MaxNewTokens,
     MinStrength,
     Model,
@@ -39,6 +39,7 @@ from probemon.cli.options import (
     Sample,
     ScoresOut,
     Seed,
+    StopAggregate,
     StopOn,
     Strict,
     System,
@@ -71,9 +72,10 @@ def watch(
     concept: OnlyConcepts = None,
     min_strength: MinStrength = 0.0,
     stop_on: StopOn = None,
+    aggregate: StopAggregate = "none",
     out: ScoresOut = None,
     plain: Plain = False,
-    as_json: LastLineJson = False,
+    as_json: JsonBesideView = False,
     alert_set: AlertSet = None,
     audit_rate: AuditRate = 0.0,
     measure: Annotated[
@@ -99,14 +101,14 @@ def watch(
     # First: it takes milliseconds, the model seconds.
     opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     above = shown_above(opened, concept or (), min_strength)
-    watching = Watching(stop_rules(opened, stop_on or ()), scores_sink(out))
+    watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
     host, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.live_view import LiveView, PlainView, summary
     from probemon.cli.watch_answer import Watched
     from probemon.manager import DynamicProbeManager
 
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
-    console, messages = terminal(soft_wrap=False), chat_messages(tokenizer, prompt, system)
+    console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)
     title = f"{model} watched by {opened.name}"
     view: PlainView | LiveView

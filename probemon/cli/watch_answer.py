@@ -14,7 +14,7 @@ import numpy as np
 
 from probemon.cli.live_view import printable
 from probemon.cli.watch_rules import Watching
-from probemon.core.aggregate import Doubles
+from probemon.core.aggregate import Doubles, Each, Max
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
@@ -38,7 +38,7 @@ class Watched:
         """Return how it ended, counts, what it cost, what the silence of probes means."""
         result, pack = self.result, self.manager.pack
         evaluated, active = self._per_token()
-        lines = self._ending()
+        lines = self._ending() + self._compared()
         lines += [
             (
                 f"{len(result)} tokens ({int((result.phase == 1).sum())} generated), {result.coverage.n_unseen} unseen"
@@ -130,15 +130,16 @@ class Watched:
             return None
         token = self.result.where(self.result.at(event.row, event.column))
         concept = describe(self.manager.pack, self.manager.pack.find(event.concept), event.score, **token)
-        return {**_as_dict(concept, at=True), "above": event.above}
+        return {**_as_dict(concept, at=True), "aggregate": event.aggregate, "value": event.value, "above": event.above}
 
     def _ending(self) -> list[str]:
         lines = ["interrupted: what came until then stands above"] if self.watching.interrupted else []
         stopped = self._stopped()
         if stopped is not None:
+            what = "scored" if stopped["aggregate"] == "each" else f"had a running score ({stopped['aggregate']}) of"
             lines.append(
                 f"stopped at {printable(stopped['token'])!r}, position {stopped['position']}:"
-                f" {' > '.join(stopped['path'])} scored {stopped['score']:.3f}, over {stopped['above']:.3f}"
+                f" {' > '.join(stopped['path'])} {what} {', over '.join(apart(stopped['value'], stopped['above']))}"
             )
         elif not self.watching.interrupted:
             lines += self._not_met()
@@ -152,15 +153,28 @@ class Watched:
         if not len(tokens):
             return []
         for rule in self.watching.rules:
-            scores = self.result.scores.column(rule.probe)[tokens]
-            best = int(np.argmax(np.nan_to_num(scores)))
-            token, score = self.result.where(int(tokens[best])), float(np.nan_to_num(scores[best]))
+            running = self.result.aggregate(rule.probe, rule.aggregator)
+            if not len(running.values):
+                continue
+            best = int(np.argmax(running.values))
+            score = float(running.values[best])
+            token = self.result.where(self.result.at(0, int(running.positions[best])))
             at = f"at {printable(token['token'])!r}, position {token['position']}" if score else "at any token seen"
             name = self.manager.pack.concepts[rule.probe]["name"]
-            line = f"--stop-on: {name} was not met; it scored at most {score:.3f} {at}, and takes over {rule.above:.3f}"
+            what = "scored" if rule.aggregator == Each() else f"had a running score ({rule.aggregator}) of"
+            score_text, above = apart(score, rule.above)
+            line = f"--stop-on: {name} was not met; it {what} at most {score_text} {at}, and takes over {above}"
             lines.append((rule.above - score, line))
         more = [f"and {len(lines) - _RULES_SHOWN} more of --stop-on were not met"] if len(lines) > _RULES_SHOWN else []
         return [line for _, line in sorted(lines)[:_RULES_SHOWN]] + more
+
+    def _compared(self) -> list[str]:
+        """Where rules compared single tokens, and the pack has thresholds of running scores, which those are."""
+        known = [name for name in self.manager.pack.aggregated if name != str(Max())]  # that is what summaries use
+        if not known or not any(rule.aggregator == Each() for rule in self.watching.rules):
+            return []
+        names = ", ".join(f"--aggregate {name}" for name in known)
+        return [f"--stop-on compared single tokens; for running scores the pack has other thresholds: {names}"]
 
     def _cost_lines(self) -> list[str]:
         measured, cost = self._measured(), self.cost
@@ -221,6 +235,16 @@ class Watched:
         if self.above is not None and np.isfinite(self.above).any():
             lines.append("What fires with less than --min-strength is not shown.")
         return lines
+
+
+def apart(*numbers: float) -> list[str]:
+    """Return some numbers with three decimals, or with as many more as it takes to tell them apart."""
+    texts = [f"{number:.3f}" for number in numbers]
+    for decimals in range(4, 10):
+        if len(set(texts)) == len(set(numbers)):
+            break
+        texts = [f"{number:.{decimals}f}" for number in numbers]
+    return texts
 
 
 def _as_dict(concept: ConceptScore, *, at: bool = False) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.core.aggregate import Doubles
+from probemon.core.aggregate import Aggregator, Doubles, Each, parse
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.rules import Event
 from probemon.monitor.sinks import JsonLinesSink
@@ -32,10 +32,13 @@ _STOP_ON = re.compile(r"(?P<concept>.+):(?P<above>above=)?(?P<value>[^:]*)")
 
 @dataclass(frozen=True)
 class StopRule:
-    """The generation ends at the first generated token at which the probe scores over `above`."""
+    """The generation ends at the first generated token at which what the aggregator makes of the probe's scores is over
+    `above`.
+    """
 
     probe: int
     above: float
+    aggregator: Aggregator
 
 
 class Watching:
@@ -59,7 +62,7 @@ class Watching:
                 run.stop_mine()
 
         for rule in self.rules:
-            run.on(rule.probe, above=rule.above, action=stop)
+            run.on(rule.probe, above=rule.above, aggregate=rule.aggregator, action=stop)
         if self._sink is not None:
             self._delivery = run.add_sink(self._sink)
         run.listen(stop_if_interrupted)
@@ -101,14 +104,17 @@ def score_of_strength(threshold: float, strength: float) -> float:
     return float(1 / (1 + np.exp(-(math.log(threshold) - math.log1p(-threshold) + strength))))
 
 
-def stop_rules(pack: AnyPack, wanted: Sequence[str]) -> list[StopRule]:
-    """Return the rules of "CONCEPT", "CONCEPT:STRENGTH" and "CONCEPT:above=SCORE". Raises `ConfigError`,
-    `UnknownConcept`.
+def stop_rules(pack: AnyPack, wanted: Sequence[str], aggregate: str = "none") -> list[StopRule]:
+    """Return the rules of "CONCEPT", "CONCEPT:STRENGTH" and "CONCEPT:above=SCORE", on an aggregate by its name. Raises
+    `ConfigError`, `UnknownConcept`.
     """
-    return [rule for text in wanted for rule in _rules_of(pack, text)]
+    aggregator = parse(aggregate)
+    if aggregator != Each() and not wanted:
+        raise ConfigError(f"--aggregate {aggregate} is what --stop-on compares: give --stop-on too")
+    return [rule for text in wanted for rule in _rules_of(pack, text, aggregator)]
 
 
-def _rules_of(pack: AnyPack, text: str) -> list[StopRule]:
+def _rules_of(pack: AnyPack, text: str, aggregator: Aggregator) -> list[StopRule]:
     split = _STOP_ON.fullmatch(text)
     try:
         probes = pack.find_all(text)  # the concept of one of several packs has a colon in its name
@@ -125,7 +131,7 @@ def _rules_of(pack: AnyPack, text: str) -> list[StopRule]:
         strength = 0.0 if split["above"] else value
     else:
         above, strength = None, 0.0
-    return [StopRule(probe, _bar(pack, probe, text, above, strength)) for probe in probes]
+    return [StopRule(probe, _bar(pack, probe, text, above, strength, aggregator), aggregator) for probe in probes]
 
 
 def _number(text: str) -> float | None:
@@ -135,9 +141,9 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _bar(pack: AnyPack, probe: int, text: str, above: float | None, strength: float) -> float:
+def _bar(pack: AnyPack, probe: int, text: str, above: float | None, strength: float, aggregator: Aggregator) -> float:
     if above is None:
-        threshold = float(pack.alert_threshold[probe])
+        threshold = float(pack.thresholds_for(aggregator)[probe])
         if not 0 < threshold < 1:
             concept = pack.concepts[probe]["id"]
             raise ConfigError(

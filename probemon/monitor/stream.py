@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from probemon.core.aggregate import Doubles
-from probemon.core.checks import check_count
+from probemon.core.checks import check_count, check_mappings
 from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
@@ -80,9 +80,12 @@ class TokenEvent:
 
 
 def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """Return a batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is."""
+    """Return a batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is. Raises
+    `ConfigError`.
+    """
     if isinstance(messages, str):
         return dict(tokenizer(messages, return_tensors="pt"))
+    check_mappings("messages", messages)
     return dict(
         tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from probemon.core.checks import shown
 from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import PackError
 from probemon.packs.manifest import CONCEPTS
@@ -32,8 +33,11 @@ def shipped_packs() -> dict[str, Path]:
     return {name: above / name for name in folders_with(above, CONCEPTS)}
 
 
-def find_folder(name: str) -> Path | None:
+def find_folder(name: str | os.PathLike[str]) -> Path | None:
     """Return the folder of a pack, None for a name that only the hub can have. Raises `PackError`."""
+    if not isinstance(name, str | os.PathLike):
+        raise PackError(f"the pack is {shown(name)}: give a folder, a name on the hub such as 'org/name', or 'demo'")
+    name = os.fspath(name)
     shipped = shipped_packs()
     if name == DEMO:
         if DEFAULT not in shipped:

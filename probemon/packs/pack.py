@@ -10,6 +10,7 @@ The format is described in docs/pack_format.md. Nothing in it is executable; not
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class ProbePack(OpenedPack):
     @classmethod
     def from_pretrained(
         cls,
-        repo: str,
+        repo: str | os.PathLike[str],
         *,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -64,7 +65,7 @@ class ProbePack(OpenedPack):
         """
         folder = find_folder(repo)
         local = hub.find(
-            repo if folder is None else str(folder),
+            os.fspath(repo) if folder is None else str(folder),
             revision=revision,
             token=token,
             cache_dir=cache_dir,

@@ -204,19 +204,18 @@ def test_small_terminal_shows_the_newest_token(demo, manager):
 # -- commands ------------------------------------------------------------------------------------
 
 
-def test_watch_prints_tokens_and_one_json_object_last():
+def test_watch_prints_one_json_object_and_shows_tokens_beside_it():
     done = cli("watch", "demo", PACK, "--prompt", "Tell me about dogs.", "--max-new-tokens", "10", "--json", check=True)
-    lines = done.stdout.strip().splitlines()
-    answer = json.loads(lines[-1])
+    lines, answer = done.stderr.splitlines(), json.loads(done.stdout)
     assert answer["generated_tokens"] == 10 and answer["unseen_tokens"] == 1 and answer["dropped"] == 0
     assert (
         answer["probes_total"] == ProbePack.open(PACK).n_probes and answer["tokens"] > 20 and answer["measured"] is None
     )
     assert 1 < answer["probes_active_per_token"] <= answer["probes_evaluated_per_token"] <= answer["probes_total"]
-    assert "\x1b" not in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
     # A line for every token with something to say, the last one's that it is unseen, then all of the text.
-    assert 2 <= sum(line.split()[0].isdigit() for line in lines[:-1] if line.split()) <= 10
-    assert "the answer, sentence by sentence" in done.stdout and "dogs" in done.stdout.lower()
+    assert 2 <= sum(line.split()[0].isdigit() for line in lines if line.split()) <= 10
+    assert "the answer, sentence by sentence" in lines and "dogs" in done.stderr.lower()
     assert answer["alert_set"] == "precision_0.9"
 
 

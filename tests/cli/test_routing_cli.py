@@ -49,8 +49,7 @@ def test_plain_lines_and_json_of_a_tiny_mixture_of_experts(folder, tmp_path, run
         folder, "--prompt", SAY, "--max-new-tokens", "6", "--json", "--window", "4", "--out", str(out)
     )
     assert code == 0, errors
-    lines = text.splitlines()
-    result = json.loads(lines[-1])
+    lines, result = errors.splitlines(), json.loads(text)
     assert (
         result["n_tokens"] == 10
         and result["generated_tokens"] == 6
@@ -83,8 +82,7 @@ def test_codes_of_a_bem_adapter(tmp_path, run):
         host, "--bem", str(tmp_path / "adapter"), "--prompt", SAY, "--max-new-tokens", "4", "--json", "--plain"
     )
     assert code == 0, errors
-    lines = text.splitlines()
-    result = json.loads(lines[-1])
+    lines, result = errors.splitlines(), json.loads(text)
     assert [stream["level"] for stream in result["streams"]] == ["chunk", "token"] and all(
         stream["n_tokens"] == 8 for stream in result["streams"]
     )
@@ -125,8 +123,7 @@ def test_few_tokens_that_are_not_finite_are_an_alert(tmp_path, run):
         saved(model, tmp_path / "broken"), "--prompt", SAY, "--max-new-tokens", "2", "--json", "--plain"
     )
     assert code == 0, errors
-    lines = text.splitlines()
-    result = json.loads(lines[-1])
+    lines, result = errors.splitlines(), json.loads(text)
     assert (
         result["n_tokens"] == 6
         and [alert.split(",")[0] for alert in result["alerts"]] == ["not finite: router.2"]

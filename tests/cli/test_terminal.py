@@ -453,23 +453,15 @@ def test_tokens_documents_and_names_are_harmless_in_every_command_that_runs_a_ho
     monkeypatch, capsys, tmp_path, host, hostile_pack
 ):
     prompt = f"{HOSTILE[:-1]}20"
-    code, out, _ = run(
+    code, out, shown = run(
         monkeypatch, capsys, "watch", host, hostile_pack, "--prompt", prompt, "--max-new-tokens", "5", "--json"
     )
-    assert (
-        code == 0
-        and json.loads(out.splitlines()[-1])["generated_tokens"] >= 1
-        and r"\x1b]0;pwned" in out
-        and "[red]x[/nonsense]" in out
-    )
+    assert code == 0 and json.loads(out)["generated_tokens"] >= 1
+    assert r"\x1b]0;pwned" in shown and "[red]x[/nonsense]" in shown
     watch = ("watch", host, hostile_pack, "--prompt", prompt, "--max-new-tokens", "5")
-    code, out, _ = run(monkeypatch, capsys, *watch, "--stop-on", "*:above=0", "--concept", "*1", "--json")
-    stopped = json.loads(out.splitlines()[-1])["stopped"]
-    assert (
-        code == 0
-        and stopped["name"].startswith(MARKUP)
-        and any(line.startswith("stopped at ") for line in out.splitlines())
-    )
+    code, out, shown = run(monkeypatch, capsys, *watch, "--stop-on", "*:above=0", "--concept", "*1", "--json")
+    assert code == 0 and json.loads(out)["stopped"]["name"].startswith(MARKUP)
+    assert any(line.startswith("stopped at ") for line in shown.splitlines())
     for option in ("--stop-on", "--concept"):
         code, out, error = run(monkeypatch, capsys, *watch, option, HOSTILE)
         assert code == 2 and not out and error.count("\n") == 1 and r"\x1b]0;pwned" in error

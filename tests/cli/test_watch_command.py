@@ -21,6 +21,7 @@ from probemon.bundled import load_bundled
 from probemon.cli import app as cli
 from probemon.cli import watch as command
 from probemon.cli.common import chat_messages
+from probemon.cli.watch_answer import apart
 from probemon.cli.watch_rules import score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
 from probemon.monitor import overhead as measuring
@@ -48,8 +49,7 @@ def watch(demo, monkeypatch, capsys):
             cli.main()
         out, error = capsys.readouterr()
         assert ended.value.code == status, error
-        *lines, last = out.splitlines()
-        return lines, json.loads(last)
+        return error.splitlines(), json.loads(out)
 
     return run
 
@@ -181,6 +181,31 @@ def test_a_rule_that_was_not_met_says_how_near_it_came(watch):
     assert any(line.startswith("and ") and line.endswith(" more of --stop-on were not met") for line in lines)
 
 
+def test_stop_on_compares_the_running_score_that_is_asked_for(watch, whole):
+    """Beside `result.aggregate` of the whole answer; without --aggregate thresholds of running scores are told of."""
+    running = whole.aggregate("whale", "max")
+    threshold = float(whole.pack.thresholds_for("max")[whole.pack.find("whale")])
+    met = np.flatnonzero(running.values > threshold)[0]
+    lines, answer = watch("--max-new-tokens", 30, "--stop-on", "whale", "--aggregate", "max")
+    stopped = answer["stopped"]
+    assert (stopped["position"], stopped["value"]) == (running.positions[met], running.values[met])
+    assert stopped["aggregate"] == "max" and stopped["above"] == threshold
+    assert any("had a running score (max) of " in line for line in lines)
+    above = "0.9999" if running.values.max() < 0.9999 else "0.999999"
+    lines, answer = watch("--max-new-tokens", 12, "--stop-on", f"whale:above={above}", "--aggregate", "ema:0.3")
+    best = whole.aggregate("whale", "ema:0.3").values[:11].max()
+    assert answer["stopped"] is None
+    assert any(f"it had a running score (ema(0.3)) of at most {best:.3f} at" in line for line in lines)
+    for arguments, words in ((["whale"], "are for single tokens, max, not for ema"), ([], "give --stop-on too")):
+        with pytest.raises(ConfigError, match=words):
+            stop_rules(whole.pack, arguments, "ema:0.3")
+
+
+def test_numbers_that_are_compared_are_told_apart():
+    assert apart(0.00213, 0.00118) == ["0.002", "0.001"] and apart(0.0011, 0.0012) == ["0.0011", "0.0012"]
+    assert apart(0.5, 0.5) == ["0.500", "0.500"]
+
+
 def test_stop_rules_are_read_from_names_strengths_and_scores():
     pack = ProbePack.open(PACK)
     whale, threshold = pack.find("whale"), float(pack.alert_threshold[pack.find("whale")])
@@ -289,14 +314,14 @@ def test_ctrl_c_shows_the_summary_so_far_and_ends_with_130(tmp_path, interruptib
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     try:
-        shown = list(itertools.takewhile(lambda line: not TOKEN.match(line), process.stdout))  # until a token is shown
+        shown = list(itertools.takewhile(lambda line: not TOKEN.match(line), process.stderr))  # until a token is shown
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130 and error == "", error
-    lines = "".join([*shown, out]).splitlines()
-    answer = json.loads(lines[-1])
+    lines = "".join([*shown, error]).splitlines()
+    assert process.returncode == 130, lines
+    answer = json.loads(out)
     assert answer["interrupted"] is True and answer["stopped"] is None and 1 < answer["generated_tokens"] < 1000
     assert "the answer, sentence by sentence" in lines
     assert "interrupted: what came until then stands above" in lines

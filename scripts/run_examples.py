@@ -6,11 +6,16 @@ python scripts/run_examples.py watch
 
 import argparse
 import copy
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+
+sys.path.insert(0, str(Path(__file__).parent / "evidence"))
+from arithmetic import arithmetic  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _METADATA = {
@@ -41,11 +46,12 @@ def executed(notebook: Any, folder: Path) -> tuple[Any, list[dict[str, Any]]]:
     for cell in fresh.cells:
         if cell.cell_type == "code":  # warnings there name paths of this machine
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-    fresh.metadata = nbformat.from_dict(_METADATA)
+    fresh.metadata = nbformat.from_dict({**_METADATA, "arithmetic": arithmetic()})
     return fresh, client.updates
 
 
 def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels that are started, as where the notebooks are tested
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="which of them; all by default")
     names = parser.parse_args().names

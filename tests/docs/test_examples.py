@@ -50,7 +50,11 @@ def test_a_notebook_runs_and_prints_what_is_committed(committed, tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     fresh, updates = executed(notebook, tmp_path / "examples")  # raises what a cell raises: their asserts, too
-    assert outputs_of(fresh) == outputs_of(notebook)
+    if fresh.metadata["arithmetic"] == notebook.metadata["arithmetic"]:  # else the demo model writes other words
+        assert outputs_of(fresh) == outputs_of(notebook)
+    assert [[kind for kind, _ in cell] for cell in outputs_of(fresh)] == [
+        [kind for kind, _ in cell] for cell in outputs_of(notebook)
+    ]
     assert len(pages_of(fresh)) == len(pages_of(notebook))
     if name == "watch":
         live = [read(data["text/html"]) for data in updates]

@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 
 sys.path.insert(0, str(Path(__file__).parent / "evidence"))
-from arithmetic import arithmetic  # noqa: E402
+from arithmetic import arithmetic
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _METADATA = {

@@ -5,19 +5,32 @@ probemon inspect probes/wordnet-smollm2-135m
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from probemon.cli.options import AsJson, Pack
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.core.checks import is_number
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
 
 # What is shown of a pack's quality; `--json` has all of it.
 _PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median")
-_OVERALL = ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")
+_OVERALL = (
+    "n_test",
+    "firing_recall_exact",
+    "share_evaluated_exact",
+    "false_positive_rate",
+    "precision_at_threshold",
+    "recall_at_threshold",
+)
+_MEANS = {
+    "auroc_siblings_median": "siblings: beside words of the concepts with the same parent",
+    "auroc_examples_median": "examples: in sentences that show how a word is used",
+}
 
 
 def inspect(pack: Pack, as_json: AsJson = False) -> None:
@@ -81,6 +94,11 @@ def _show(pack: ProbePack) -> None:
         for name, value in overall.items()
         if isinstance(value, (int, float))
     ]
+    trained = stated.get("concepts")  # of packs that probemon train made
+    found = trained.values() if isinstance(trained, dict) else ()
+    areas = [one["auroc"] for one in found if isinstance(one, dict) and is_number(one.get("auroc"))]
+    if areas and not figures:
+        figures = [f"AUROC of {len(areas)} concepts on test texts: median {median(areas):.3f}, least {min(areas):.3f}"]
     say(f"quality: {', '.join(figures) or 'not stated'}")
     if pack.alert_sets:
         others = f"; beside it {', '.join(pack.alert_sets[1:])}" if pack.alert_sets[1:] else ""
@@ -94,7 +112,9 @@ def _show(pack: ProbePack) -> None:
         reach = f"; expansion to a recall of {entry['expansion']['recall']:g}" if entry.get("expansion") else ""
         say(f"calibrated from {entry['source']['name']}: {what}{reach}")
     worst = pack.golden_error
-    golden = "it has no golden states" if worst is None else f"golden scores replayed within {worst:.1g}"
+    golden = "it records no scores to compare with"
+    if worst is not None:
+        golden = f"its recorded scores come out {f'within {worst:.1g}' if worst else 'the same to the last bit'}"
     say(f"whole: every file has its hash, every weight is finite, {golden}")
 
 
@@ -112,3 +132,5 @@ def _show_levels(pack: ProbePack) -> None:
         example = ", ".join(pack.concepts[probe]["name"] for probe in probes[:3])
         table.add_row(str(level), str(len(probes)), *("-" if v is None else f"{v:.3f}" for v in values), example)
     terminal().print(table)
+    if explained := [_MEANS[name] for name in names if name in _MEANS]:
+        say(f"{'; '.join(explained)}.")

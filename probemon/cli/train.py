@@ -183,6 +183,7 @@ def _show(trained: Trained, out: Path, page: Path) -> None:
     quality = trained.quality
     say(f"{out}: {trained.pack.name}, {trained.pack.n_probes} probes; report in {page}")
     say(verdict(quality).replace("`", ""), *(warning.replace("`", "") for warning in warnings(quality)))
+    say("Areas (AUROC) on the test texts, which chose nothing; those by cross-validation above chose among layers.")
     table = plain_table()
     table.add_column("concept", no_wrap=True, overflow="ellipsis")
     for head in ("AUROC", "95 %", "TPR at 1 %", "0.1 %", "words", "embedding", "mean state", "masked", "shuffled"):

@@ -5,6 +5,7 @@ calibrated = write_calibrated(pack, "my-pack-calibrated", watched=[17, 20], aler
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -97,7 +98,7 @@ def write_calibrated(
     with PackWriter(
         path,
         name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated",
-        concepts=pack.concepts,
+        concepts=_with_precision(pack, watched) if changes and pack.alert_set else pack.concepts,
         architecture=pack.architecture,
         dtype=pack.dtype,
         score_rule=pack.score_rule,
@@ -140,6 +141,21 @@ def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:
     before = {pack.alert_set: pack.alert_threshold, **pack.other_alert_sets()}
     before.pop("calibrated", None)  # an earlier calibration is replaced, as where sets have no names
     return {"alert_set": "calibrated", "alert_sets": before}
+
+
+def _with_precision(pack: ProbePack, watched: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the concepts' lines; one that keeps its threshold has the precision of that in the new set, too."""
+    lines = []
+    for probe, concept in enumerate(pack.concepts):
+        stated = concept.get("precision")
+        if isinstance(stated, dict):
+            kept = {name: value for name, value in stated.items() if name != "calibrated"}
+            precision = pack.precision(probe)
+            if probe not in watched and not math.isnan(precision):
+                kept["calibrated"] = precision
+            concept = {**concept, "precision": kept}
+        lines.append(dict(concept))
+    return lines
 
 
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:

@@ -83,6 +83,23 @@ def test_packs_made_of_it_keep_its_sets_and_calibration_adds_one(pack, tmp_path)
     assert torch.equal(made.with_alert_set("precision_0.9").alert_threshold, pack.alert_threshold)
 
 
+def precisions(pack):
+    return np.array([pack.precision(probe) for probe in range(pack.n_probes)])
+
+
+def test_a_concept_that_keeps_its_threshold_keeps_its_precision_in_a_calibrated_set(tmp_path):
+    pack = ProbePack.from_pretrained("demo")
+    alerts = calibrate_alerts([np.random.default_rng(0).random((400, 2))], fpr=0.1)
+    made = write_calibrated(pack, tmp_path / "once", watched=[3, 5], alerts=alerts)
+    again = write_calibrated(made, tmp_path / "twice", watched=[5, 7], alerts=alerts)
+    for calibrated, lost in ((made, [3, 5]), (again, [3, 5, 7])):
+        kept = precisions(pack)
+        kept[lost] = np.nan
+        assert np.isfinite(kept).sum() > 400
+        np.testing.assert_array_equal(precisions(calibrated), kept)
+        np.testing.assert_array_equal(precisions(calibrated.with_alert_set("precision_0.9")), precisions(pack))
+
+
 def test_expand_thresholds_calibrated_for_one_set_do_not_hold_for_another(model, tmp_path):
     made = make_pack(
         tmp_path / "expanding",

@@ -1,0 +1,158 @@
+"""Statistics, frontiers and gates against numbers computed elsewhere, and against counting."""
+
+import itertools
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from probemon.bem.evaluation.gates import (
+    FAILED,
+    NOT_JUDGED,
+    PASSED,
+    Gate,
+    budget,
+    gain,
+    integrity,
+    latency,
+    no_regression,
+    promoted,
+)
+from probemon.bem.evaluation.statistics import (
+    adjusted,
+    compare,
+    document_interval,
+    pareto,
+    pareto_shares,
+    sign_flip,
+)
+from probemon.errors import ConfigError, MissingExtra
+
+SEEDS = [0.02, 0.01, 0.03, 0.0, 0.02, 0.015, 0.025, 0.005]
+
+
+def test_differences_by_seed_have_the_values_of_the_oracle():
+    found = compare(SEEDS)
+    assert found.p == 0.0078125 and found.exact and found.mean == pytest.approx(0.015625)
+    t = found.mean / (np.std(SEEDS, ddof=1) / math.sqrt(8))
+    scipy = pytest.importorskip("scipy.stats")
+    assert float(scipy.t.sf(t, 7)) == pytest.approx(0.0016735, abs=1e-7)
+    half = float(scipy.t.ppf(0.975, 7)) * np.std(SEEDS, ddof=1) / math.sqrt(8)
+    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half))
+    assert [compare([1.0] * n).smallest_p for n in (3, 4, 5, 8)] == [0.125, 0.0625, 0.03125, 0.00390625]
+    assert [compare([1.0] * n).p for n in (3, 5)] == [0.125, 0.03125] and compare([0.5]).low is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_sign_flip_test_counts_all_flips(seed):
+    d = np.random.default_rng(seed).normal(0.3, 1, 3 + seed).round(seed % 2)
+    sums = [sum(s * v for s, v in zip(signs, d, strict=True)) for signs in itertools.product((1, -1), repeat=len(d))]
+    assert sign_flip(d) == (sum(total >= d.sum() - 1e-9 for total in sums) / len(sums), True)
+
+
+def test_many_differences_are_drawn_and_the_same_each_time():
+    d = np.random.default_rng(0).normal(0.25, 1, 60)
+    (p, exact), again = sign_flip(d), sign_flip(d)
+    z = d.sum() / math.sqrt((d**2).sum())
+    assert not exact and (p, exact) == again and p == pytest.approx(0.5 * math.erfc(z / math.sqrt(2)), abs=0.01)
+
+
+def test_documents_are_drawn_whole():
+    """Of documents of one token the oracle's interval; of long documents a wider one than tokens would give."""
+    low, high = document_interval(SEEDS, [1.0] * 8)
+    assert (low, high) == pytest.approx((0.00875, 0.021875))
+    assert document_interval([2.0, 4.0, 6.0], [1, 2, 3]) == (2.0, 2.0)
+    rng = np.random.default_rng(1)
+    level = rng.normal(0, 1, 40)
+    tokens = level[:, None] + rng.normal(0, 0.1, (40, 50))
+    low, high = document_interval(tokens.sum(axis=1), np.full(40, 50))
+    assert low < tokens.mean() < high
+    assert (high - low) / 2 == pytest.approx(1.96 * level.std(ddof=1) / math.sqrt(40), rel=0.15)
+
+
+def test_a_family_of_p_values_has_the_values_of_the_oracle():
+    assert adjusted([0.04, 0.08, 0.0547, 0.2]) == pytest.approx([0.1066667, 0.1066667, 0.1066667, 0.2], abs=1e-7)
+    assert adjusted([0.01, 0.02, 0.03, 0.04]) == pytest.approx([0.04] * 4)
+
+
+def test_frontiers_have_the_points_of_the_oracle():
+    points = [(1, 0.7), (2, 0.8), (2, 0.75), (3, 0.8), (4, 0.9), (1, 0.7)]
+    assert pareto(points) == [0, 1, 4, 5]
+    rng = np.random.default_rng(0)
+    many = rng.integers(0, 4, (60, 3)).astype(float)
+
+    def dominated(i):
+        a, b = many[i, :2], many[i, 2]
+        return any((o[:2] <= a).all() and o[2] >= b and ((o[:2] < a).any() or o[2] > b) for o in many)
+
+    assert pareto(many) == [i for i in range(60) if not dominated(i)]
+
+
+def test_a_frontier_of_noise_is_said_to_be_one():
+    costs = np.array([[1.0], [2.0], [3.0]])
+    clear = np.array([[0.5] * 6, [0.4] * 6, [0.9] * 6]) + 1e-6 * np.arange(6)
+    assert pareto_shares(costs, clear, n_drawn=200) == [1.0, 0.0, 1.0]
+    noise = np.random.default_rng(3).normal(0, 1, (3, 6))
+    noise -= noise.mean(axis=1, keepdims=True)
+    first, *others = pareto_shares(costs, noise, n_drawn=400)
+    assert first == 1.0 and all(0.1 < share < 0.9 for share in others)
+
+
+def test_gates_have_to_pass_all_and_what_was_not_judged_has_not_passed():
+    fine = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": 9e-6}
+    assert integrity(fine).verdict == PASSED
+    assert integrity({**fine, "cut": 2e-5}).verdict == FAILED and "cut 2e-05" in integrity({**fine, "cut": 2e-5}).why
+    assert integrity({**fine, "leak": float("nan")}).verdict == FAILED
+    assert integrity({**fine, "leak": None}).verdict == NOT_JUDGED
+    assert integrity({"start": 1e-9}).verdict == FAILED  # what was run and is wrong is wrong
+    with pytest.raises(ConfigError, match="no check of integrity is named 'cuts'"):
+        integrity({"cuts": 0.0})
+    assert [budget(n, 1000).verdict for n in (980, 1020, 979, 1021)] == [PASSED, PASSED, FAILED, FAILED]
+    assert budget(5, 0).verdict == NOT_JUDGED
+    gates = [Gate("a", PASSED, ""), Gate("b", NOT_JUDGED, "")]
+    assert not promoted(gates) and promoted(gates[:1]) and not promoted([])
+
+
+def test_a_metric_may_be_worse_by_half_a_per_cent_and_no_more():
+    slightly = [-0.002, 0.001, -0.003, 0.0, 0.002, -0.001, 0.001, -0.002]
+    assert no_regression({"loss": slightly}).verdict == PASSED
+    assert no_regression({"loss": [0.0, 0.0]}).verdict == PASSED
+    assert no_regression({"loss": slightly, "recall": [-0.004] * 3 + [-0.008] * 3}).verdict == FAILED
+    assert "recall" in no_regression({"loss": slightly, "recall": [-0.004] * 3 + [-0.008] * 3}).why
+    assert no_regression({}).verdict == NOT_JUDGED and no_regression({"loss": [0.1]}).verdict == NOT_JUDGED
+
+
+def test_a_gain_is_on_a_slice_by_the_adjusted_exact_test_or_on_two_frontiers():
+    assert gain({"b": SEEDS}).verdict == PASSED
+    noise = {f"slice {i}": [0.01, -0.02, 0.015, -0.005, 0.002, -0.001, 0.0, 0.001] for i in range(9)}
+    assert gain(noise).verdict == FAILED
+    assert gain({"b": SEEDS, **noise}).verdict == FAILED  # adjusted over ten: 0.078
+    assert gain({"b": [-value for value in SEEDS]}).verdict == FAILED
+    assert gain(noise, {"latency": 0.95, "flops": 0.9}).verdict == PASSED
+    assert gain(noise, {"latency": 0.95, "flops": 0.89}).verdict == FAILED
+    assert gain({"b": [0.1, 0.2, 0.3]}).verdict == NOT_JUDGED and gain({}).verdict == NOT_JUDGED
+
+
+def test_latency_is_the_upper_end_of_the_median_of_paired_ratios():
+    rng = np.random.default_rng(0)
+    assert latency(rng.normal(1.05, 0.05, 200).tolist()).verdict == PASSED
+    assert latency(rng.normal(1.20, 0.05, 200).tolist()).verdict == FAILED
+    assert latency([1.0] * 5).verdict == NOT_JUDGED and latency([1.0] * 6).verdict == NOT_JUDGED
+    # The interval holds the median about as often as it says.
+    missed = 0
+    for _ in range(2_000):
+        high = float(latency((1 + 0.1 * rng.normal(size=30)).tolist()).why.split("at most ")[1].split()[0])
+        missed += high < 1.0
+    assert missed / 2_000 <= 0.035
+
+
+def test_what_is_no_list_of_numbers_is_refused_and_scipy_is_named(monkeypatch):
+    for call in (lambda: compare([]), lambda: compare([math.nan]), lambda: document_interval([1.0], [0.0])):
+        with pytest.raises(ConfigError):
+            call()
+    with pytest.raises(ConfigError, match="outside 0 to 1"):
+        adjusted([0.5, 1.5])
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(MissingExtra, match="pip install scipy"):
+        compare(SEEDS)

@@ -60,9 +60,9 @@ def merge(
 
     A mapping puts its names before ids: `name:id`. Smaller probes are widened exactly to the largest shape. A descent
     of the whole begins with and opens what a descent of each alone does: room adds up, `max_rounds` is the largest, and
-    where packs descend by unlike rules, each keeps its own as expand thresholds. Raises `PackError` where dtypes, score
-    rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not
-    work as recommended.
+    where packs descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all packs
+    have stay where all descend by one rule with them. Raises `PackError` where dtypes, score rules, hosts or ids clash:
+    `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
@@ -100,7 +100,7 @@ def merge(
         alert_threshold=torch.cat([pack.alert_threshold for pack in members]),
         expand_threshold=expand_threshold,
         aggregated=_aggregated(members),
-        **_joined_alert_sets(members),
+        **_joined_alert_sets(members, recommended.get("load_threshold")),
         familiar=[_one_familiar(members, spec) for spec in specs],
         golden_hidden=_golden(members, list(dict.fromkeys(spec.site for spec in specs))),
         recommended=recommended,
@@ -247,15 +247,40 @@ def _aggregated(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
     }
 
 
-def _joined_alert_sets(packs: Sequence[ProbePack]) -> dict[str, Any]:
-    """Return the sets of alert thresholds that all of several packs have, where they recommend the same one."""
+def _joined_alert_sets(packs: Sequence[ProbePack], rule: float | str | None) -> dict[str, Any]:
+    """Return the sets of alert thresholds that all of several packs have, where they recommend the same one.
+
+    `rule`: the load threshold that is recommended for the whole. Another set than the recommended one is left out where
+    a part would descend by another rule with it than the whole does: thresholds that keep each part's own rule are of
+    the recommended set.
+    """
     if packs[0].alert_set is None or len({pack.alert_set for pack in packs}) > 1:
         return {}
     others = [pack.other_alert_sets() for pack in packs]
-    names = [name for name in others[0] if all(name in other for other in others)]
+    joined = {
+        name: torch.cat([other[name] for other in others])
+        for name in others[0]
+        if all(name in other for other in others)
+    }
     return {
         "alert_set": packs[0].alert_set,
-        "alert_sets": {name: torch.cat([other[name] for other in others]) for name in names},
+        "alert_sets": {name: alert for name, alert in joined.items() if _one_rule(packs, name, alert, rule)},
+    }
+
+
+def _one_rule(packs: Sequence[ProbePack], name: str, alert: Tensor, rule: float | str | None) -> bool:
+    """Whether all that descends in the parts does so by one rule with a set of alert thresholds, and that of the whole,
+    whose thresholds `[P]` these are.
+    """
+    deep = [pack.with_alert_set(name) for pack in packs if pack.tree.has_children.any()]
+    if any(pack.bounding for pack in deep):  # these have expand thresholds that follow the set; no others have
+        return all(pack.bounding for pack in deep)
+    rules = {
+        auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold"))
+        for pack in deep
+    }
+    return not deep or rules == {
+        auto_threshold(packs[0].score_rule, alert.numpy(), None if rule == "calibrated" else rule)
     }
 
 

@@ -233,8 +233,10 @@ def steered(path, seed, rule, most_parents=2):
     recommended |= [{}, {}, {"max_rounds": None}, {"max_rounds": 1}, {"max_rounds": 2}][int(rng.integers(0, 5))]
     recommended |= {"always_on": [int(rng.integers(0, n))]} if rng.random() < 0.3 else {}
     alert = torch.rand(n, generator=torch.Generator().manual_seed(seed)) * 0.5 + 0.2
-    if choice != "exact" and rng.random() < 0.3:
-        alert[0] = torch.nan
+    other = alert / 4
+    for thresholds in (alert, other):
+        if choice != "exact" and rng.random() < 0.3:
+            thresholds[0] = torch.nan
     return ProbePack.write(
         path,
         name=path.name,
@@ -246,6 +248,8 @@ def steered(path, seed, rule, most_parents=2):
         licence="CC0-1.0",
         card="# random\n",
         alert_threshold=alert,
+        alert_set="main",
+        alert_sets={"low": other},
         expand_threshold=torch.rand(n, generator=torch.Generator().manual_seed(seed + 1)),
         recommended=recommended,
     )
@@ -262,21 +266,24 @@ def found_in(pack, hidden):
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
 def test_what_a_descent_finds_alone_it_finds_in_a_merged_pack(tmp_path, rule):
-    hidden, n_equal, kinds = states("resid_post.1", n=12), 0, set()
+    hidden, n_equal, kinds, kept = states("resid_post.1", n=12), 0, set(), 0
     for seed in range(60):
         packs = [
             steered(tmp_path / f"{seed}{name}", 3 * seed + i, rule) for i, name in enumerate("abc"[: 2 + seed % 2])
         ]
-        alone = {}
-        for pack in packs:
-            alone |= found_in(pack, hidden)
         made = merge(packs, tmp_path / f"{seed}", name="made")
-        together = found_in(made, hidden)
         rounds = {pack.recommended.get("max_rounds") for pack in packs}
-        assert alone.items() <= together.items() and (len(rounds) > 1 or alone == together), (seed, made.recommended)
-        n_equal += alone == together
+        for name in made.alert_sets:
+            alone = {}
+            for pack in packs:
+                alone |= found_in(pack.with_alert_set(name), hidden)
+            together = found_in(made.with_alert_set(name), hidden)
+            assert alone.items() <= together.items() and (len(rounds) > 1 or alone == together), (seed, name)
+            n_equal += alone == together
+        kept += len(made.alert_sets) - 1
         kinds.add(str(made.recommended.get("load_threshold")))
     assert n_equal > 30 and {"calibrated", "None"} <= kinds
+    assert 5 < kept < 55, "another set is kept where one rule holds with it, and left out else"
 
 
 @pytest.mark.parametrize("rule", ["independent", "path"])

@@ -60,9 +60,9 @@ def merge(
 
     A mapping puts its names before ids: `name:id`. Smaller probes are widened exactly to the largest shape. A descent
     of the whole begins with and opens what a descent of each alone does: room adds up, `max_rounds` is the largest, and
-    where packs descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all packs
-    have stay where all descend by one rule with them. Raises `PackError` where dtypes, score rules, hosts or ids clash:
-    `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
+    where packs descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all
+    packs have stay where all descend by one rule with them. Raises `PackError` where dtypes, score rules, hosts or ids
+    clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):

@@ -353,7 +353,7 @@ def test_rows_of_a_large_dictionary_are_the_same_one_by_one(tmp_path, monkeypatc
 def test_a_table_in_text_is_not_taken_for_documents(tmp_path, name):
     (tmp_path / "folder").mkdir()
     path = tmp_path / "folder" / name
-    path.write_bytes(gzip.compress(b"id,text\n1,whales\n") if name.endswith(".gz") else b"id,text\n1,whales\n")
+    path.write_bytes(gzip.compress(b"id,text\n1,whales\n", mtime=0) if name.endswith(".gz") else b"id,text\n1,whales\n")
     (tmp_path / "folder/note.txt").write_text("ships")
     with pytest.raises(ConfigError, match=r"a table in text: write it as \.jsonl or \.parquet"):
         list(read_documents(path))
@@ -365,12 +365,12 @@ def test_a_table_in_text_is_not_taken_for_documents(tmp_path, name):
     ("name", "data", "what"),
     [
         ("mails.json", b'[\n  {"text": "whales"},\n  {"text": "ships"}\n]\n', "one JSON array"),
-        ("mails.json.gz", gzip.compress(b'\xef\xbb\xbf[{"text": "whales"}]'), "one JSON array"),
+        ("mails.json.gz", gzip.compress(b'\xef\xbb\xbf[{"text": "whales"}]', mtime=0), "one JSON array"),
         ("mails.pdf", b"%PDF-1.4\n1 0 obj\n<< /Type /Page >>\n\x80\nendobj\n", "a PDF"),
         ("mails.docx", b"PK\x03\x04\n\x80\nword\n", "a zip archive"),
         ("mails.rtf", b"{\\rtf1 whales\n}\n", "rich text"),
         ("mails.jsonl.zst", b"\x28\xb5\x2f\xfd\nwhales\n", "compressed by zstd"),
-        ("mails.txt", gzip.compress(b"whales\n"), "compressed by gzip"),
+        ("mails.txt", gzip.compress(b"whales\n", mtime=0), "compressed by gzip"),
         ("mails", b"PAR1\nwhales\n", "parquet"),
     ],
 )

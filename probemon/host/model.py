@@ -153,12 +153,16 @@ def host_state(model: Any) -> HostState:
     scales: set[tuple[str, float]] = set()
     by_row: tuple[str, ...] = ()
     disabled = False
+    kinds: set[str] = set()
     # By class: to ask hundreds of modules for what they have not takes milliseconds, in every generate().
     tuned: dict[type, bool] = {}
     for module in model.modules():
         kind = type(module)
         if kind not in tuned:
             tuned[kind] = is_tuner_class(kind)
+            # The weights of these are no parameters.
+            if kind.__module__.startswith("torch.ao.nn.quantized") and "Quantized" in module._get_name():
+                kinds.add(module._get_name())
         if tuned[kind] and hasattr(module, "base_layer"):  # a layer of PEFT's
             adapters |= set(module.active_adapters)
             merged |= set(module.merged_adapters)
@@ -168,7 +172,7 @@ def host_state(model: Any) -> HostState:
     own = (OWN_NAME,) if own_of(model) is not None else ()
     parameters = list(model.parameters())
     # torchao's tensors are subclasses; other quantisers say so in the configuration.
-    kinds = {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
+    kinds |= {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
     quantiser = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantiser is not None:
         kinds.add(str(getattr(quantiser, "quant_method", quantiser)))

@@ -79,7 +79,7 @@ class DecoderHooks:
         self._rehearses = rehearsal(model)
         self.abilities = Abilities(model)
         self.abilities.check_streams(sites)
-        self._bracket = Bracket(self._before_forward, self._after_forward, self._tap.buffers.abandon)
+        self._bracket = Bracket(self._before_forward, self._after_forward, self._forward_failed)
         self._width, self._in_parts = hidden_size(model), False
         self.thread = ThreadState()
         self.batches = ContinuousBatches(model, self.recordings.new, self.check_seen, take_stop)
@@ -99,6 +99,9 @@ class DecoderHooks:
             # What opens a forward comes last: another thread may be in one meanwhile.
             self._closing = self.decoder.register_forward_hook(self._bracket.unless(self._after_forward))
             stack.callback(self._closing.remove)
+            stack.callback(
+                self.decoder.register_forward_hook(self._bracket.unless(self._after_any), always_call=True).remove
+            )
             stack.enter_context(self._tap)
             if self.model is not self.decoder and self.abilities.drops_mask():
                 stack.callback(self.model.register_forward_pre_hook(refuse_padding, with_kwargs=True).remove)
@@ -326,9 +329,8 @@ class DecoderHooks:
 
     def forget_thread(self) -> None:
         """Forget the calling thread's generation, which has ended, however it did."""
-        thread = self.thread
-        thread.generation, thread.shape, thread.pending, thread.seen_sites = None, (), [], set()
-        self._tap.buffers.abandon()
+        self.thread.generation = None
+        self._forward_failed()
 
     def close_forward(self) -> None:
         """Score the tokens of the open forward, which has ended or will end unnoticed, or report them as unseen."""
@@ -357,6 +359,19 @@ class DecoderHooks:
                 )
         thread.pending = unscored
         self._score_pending(f"the host did not run through {', '.join(missing)}")
+
+    def _after_any(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
+        if self.thread.inside:  # it raised: what follows one that ended has not run
+            self._forward_failed()
+
+    def _forward_failed(self) -> None:
+        """End the open forward, which raised: a layer that runs after it is none of its layers."""
+        thread = self.thread
+        thread.inside, thread.shape, thread.seen_sites, thread.early_states = False, (), set(), {}
+        self._tap.buffers.abandon()
+        if thread.generation is None:  # else what it has not seen is told when the next one begins
+            thread.open_recording, thread.pending = None, []
+            self.wait_for_step(report=False)
 
     def _after_forward(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         thread = self.thread

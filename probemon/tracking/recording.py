@@ -162,12 +162,13 @@ class Recording:
         row, column, _, phase, scores = self._joined(length)
         index = np.full((n_rows, length), -1, dtype=np.int64)
         phases = np.full((n_rows, length), PROMPT, dtype=np.int64)
-        prompt = length if self.call.prompt_columns is None else self.call.prompt_columns - self.offset
-        phases[:, prompt:] = GENERATED
+        if self.call.prompt_columns is not None:
+            phases[:, self.call.prompt_columns - self.offset :] = GENERATED
         if self.beams is None:
             inside = column >= self.offset
             index[row[inside], column[inside] - self.offset] = np.flatnonzero(inside)
-            phases[row[inside], column[inside] - self.offset] = phase[inside]
+            if self.call.prompt_columns is None:  # else what earlier turns generated was given to this one
+                phases[row[inside], column[inside] - self.offset] = phase[inside]
             real = self._real(n_rows, length)
             last = np.full(n_rows, length - 1)
         else:

@@ -108,6 +108,8 @@ def test_every_way_of_scoring_says_it_and_packs_keep_it(tmp_path):
             coverage = manager.score_tokens(hidden, n_prompt).coverage
             assert coverage.far.tolist() == expected.tolist() and coverage.unseen[1] and coverage.far[1] == 0
         assert coverage.totals()["far"] == int(expected.sum())
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # the caller's
+            assert manager.score_tokens(hidden).coverage.far.tolist() == expected.tolist()
     other = with_familiar(tmp_path / "other", None, prefix="o")
     both = DynamicProbeManager({"a": pack, "b": other})
     assert both.score_tokens(hidden).coverage.far.tolist() == expected.tolist()

@@ -170,3 +170,11 @@ def test_offloaded_weights_have_their_own_fingerprint(tmp_path):
     before = fingerprint(model)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert fingerprint(model) == before and {p.device.type for p in model.parameters()} == {"meta"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+def test_modules_whose_weights_are_no_parameters_are_told_as_quantised():
+    model = make_model()
+    assert host_state(model).quantisation == ""
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert host_state(quantised).quantisation == "DynamicQuantizedLinear"

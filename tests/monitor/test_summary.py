@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from conftest import make_pack
 from probemon import DynamicProbeManager
@@ -105,6 +106,21 @@ def test_pieces_of_a_character_are_put_together_and_spaces_stay(manager, model):
         model(ids)
     result = run.result(ids)
     assert result.texts(result.tokens_of(0)) == ["a", "", " é", "", " b", " b"]
+    assert result.texts(np.array([0, 1])) == ["a", " \ufffd"]  # half of one: the space before it stays
+
+
+def test_a_second_turn_on_one_cache_is_summed_up_alone(manager, model):
+    cache, turn = DynamicCache(), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    with manager.attach(model, Tokenizer()) as run:
+        first = model.generate(torch.tensor([[5, 9, 3]]), past_key_values=cache, **turn)
+        ids = torch.cat([first, torch.tensor([[31, 7]])], dim=1)
+        out = model.generate(ids, past_key_values=cache, **turn)
+    result = run.result(out)
+    answer = summarise(result).answer
+    assert (answer.start, answer.stop, answer.text) == (13, 21, Tokenizer().decode(out[0, 13:]))
+    assert result.tokens_of(0, "generated").tolist() == list(range(13, 21))
+    assert all(concept.position >= 13 for concept in (*answer.concepts, *result.top(40, phase="generated")))
+    assert run.result(first).tokens_of(0, "generated").tolist() == list(range(3, 11))
 
 
 def test_precision_is_that_of_the_set_in_force(model, tmp_path):

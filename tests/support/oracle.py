@@ -40,11 +40,14 @@ def states(model, pack, ids, encoder=None, forward=None):
 
 
 def expected(manager, model, ids, turns, encoder=None, forward=None):
-    """Scores of one row, token by token; `turns`: [(prompt tokens, generated tokens seen), ...] one after another."""
+    """Scores of one row, token by token; `turns`: [(prompt tokens, generated tokens seen), ...] one after another. What
+    was generated in an earlier turn is scored as such, and is a prompt of the last.
+    """
     hidden, parts, at = states(model, manager.pack, ids, encoder, forward), [], 0
     for n_prompt, n_generated in turns:
         end = at + n_prompt + n_generated
         scores = manager.score_tokens({site: h[at:end] for site, h in hidden.items()}, prompt_len=n_prompt)
+        parts = [("prompt", scores, i) for _, scores, i in parts]
         parts += [("prompt" if i < n_prompt else "generated", scores, i) for i in range(end - at)]
         at = end
     return parts

@@ -115,6 +115,37 @@ def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
         act()
 
 
+@pytest.mark.parametrize("broken", ["before the first layer", "after the last"])
+@pytest.mark.parametrize("way", ["plain", "generate"])
+def test_layers_after_a_forward_that_raised_are_none_of_its_layers(manager, way, broken):
+    model = make_model()
+    part = model.model.embed_tokens if broken == "before the first layer" else model.model.norm
+
+    def fails_in_a_forward():
+        handle = part.register_forward_hook(lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            model(IDS) if way == "plain" else model.generate(IDS, **GREEDY)
+        handle.remove()
+
+    with manager.attach(model) as run, torch.no_grad():
+        fails_in_a_forward()
+        model.model.forward(IDS + 1)
+        model(IDS[:, :5])
+    with pytest.raises(AlignmentError):
+        run.result(IDS)
+    assert not run.result(IDS[:, :5]).coverage.n_unseen
+    events = []
+    with (
+        pytest.raises(NotSupportedDecoding, match="ran outside of a forward"),
+        manager.attach(model) as run,
+        torch.no_grad(),
+    ):
+        fails_in_a_forward()
+        ruled(run, events)
+        model.model.forward(IDS + 1)
+    assert not events
+
+
 @pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")
 def test_gradient_checkpointing_runs_layers_again_and_that_is_no_token(manager, caplog):
     model = make_model()

@@ -402,9 +402,15 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "        self.wait_for_step(report=False)\n",
-        "        self.wait_for_step()\n",
+        "thread.pending = (), []\n        self.wait_for_step(report=False)\n",
+        "thread.pending = (), []\n        self.wait_for_step()\n",
         "what was not the tokens' is reported all the same",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "thread.inside, thread.shape, thread.seen_sites, thread.early_states = False, (), set(), {}",
+        "thread.seen_sites, thread.early_states = set(), {}",
+        "a forward that raised stays open",
     ),
     (
         "offline/state_reader.py",

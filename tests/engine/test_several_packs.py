@@ -687,7 +687,7 @@ def folder(model, tmp_path_factory):
 def cli(*arguments):
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, (done.output, done.exception)
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+    return json.loads(done.stdout.splitlines()[-1]), done.output
 
 
 def test_watch_shows_concepts_of_several_packs(folder, packs):

@@ -54,7 +54,7 @@ def states(
 ) -> None:
     """Write the hidden states of DATA in MODEL to files, token by token, with labels: for a trainer of your own."""
     from probemon.core.probes import parse_site
-    from probemon.training.collect import collect
+    from probemon.training.collect import TABLE, collect
     from probemon.training.examples import read_examples
 
     chosen = [site.strip() for site in sites.split(",") if site.strip()]
@@ -83,7 +83,7 @@ def states(
             progress=bar.update,
         )
     if parquet:
-        found.write_parquet(out / "states.parquet")
+        found.write_parquet(out / TABLE)
     if as_json:
         answer(
             {

@@ -2,6 +2,7 @@
 
 fingerprint(model)                 # 'bf16-samples:3f1c...', for an fp32 and a bf16 load; adapters do not count
 adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
+weights_fingerprint(model)         # 'weights:90c2...', of every value
 config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 """
 
@@ -46,6 +47,22 @@ def fingerprint(model: Any) -> str:
         digest.update(f"{name}:{shape}:".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return f"bf16-samples:{digest.hexdigest()[:32]}"
+
+
+def weights_fingerprint(model: Any) -> str:
+    """A name for all values of a host's parameters and buffers, as they are kept; adapters do not count.
+
+    It reads them all, a second for each few GB: for what is kept on disk as a function of these very weights.
+    """
+    digest, adapters = hashlib.sha256(), _of_adapters(model)
+    for prefix, module in model.named_modules():
+        if module in adapters:
+            continue
+        with _in_memory(module):
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                digest.update(without_wrappers(f"{prefix}.{name}").encode())
+                digest.update(_bytes(tensor))
+    return f"weights:{digest.hexdigest()[:32]}"
 
 
 def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:

@@ -90,6 +90,12 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
         found.append(
             f"Too few benign tokens for the thresholds of single tokens of {_some(tokens)}: the highest is taken."
         )
+    silenced = [id for id, concept in concepts.items() if "precision" in concept and not concept["precision"]["fired"]]
+    if silenced:
+        found.append(
+            f"No threshold reaches the precision that was asked for on {_some(silenced)}: by the recommended set it"
+            " never fires."
+        )
     helped = [id for id, concept in concepts.items() if concept["n_generated"]]
     if helped:
         found.append(

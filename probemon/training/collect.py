@@ -26,15 +26,16 @@ from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
 from probemon.core.files import save_tensors, write_text_atomically
 from probemon.core.hierarchy import Ints
+from probemon.core.probes import SITE
 from probemon.offline.windows import Reading
 from probemon.training.example_files import Source
 from probemon.training.examples import read_examples
-from probemon.training.groups import group_texts
+from probemon.training.groups import group_examples
 from probemon.training.labels import Known, parts_of
 from probemon.training.state_store import SiteStates, StatePlan, StateStore, TextReader, collect_states, within_budget
 from probemon.training.texts import render
 
-TOKENS, TEXTS = "tokens.safetensors", "texts.jsonl"
+TOKENS, TEXTS, TABLE = "tokens.safetensors", "texts.jsonl", "states.parquet"
 _BATCH = 4096  # rows of a batch of parquet
 
 
@@ -128,7 +129,7 @@ def collect(
         for part in parts_of(example, text, own, place):
             of_text[part.tokens] = part.known
         known[store.first[i] : store.first[i] + len(kept[i])] = of_text[kept[i]]
-    group = group_texts([example.content for example in examples.texts], [example.group for example in examples.texts])
+    group = group_examples(examples.texts, texts)
     rows = {
         name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(own, name) for own in tokens)])
         for name in ("ids", "start", "end")
@@ -146,8 +147,17 @@ def collect(
         known,
         store,
     )
+    _remove_earlier(found)
     _write(found, [text.text for text in texts], [text.where for text in texts], group)
     return found
+
+
+def _remove_earlier(found: Collected) -> None:
+    """Remove the states of sites, and the table, that an earlier run left: they are of other rows."""
+    (found.folder / TABLE).unlink(missing_ok=True)
+    for path in found.folder.glob("*.safetensors"):
+        if SITE.fullmatch(path.stem) and path.stem not in found.store.sites:
+            path.unlink()
 
 
 def _write(found: Collected, texts: list[str], where: list[str], group: Ints) -> None:

@@ -20,7 +20,7 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import TrainingError
 from probemon.offline.windows import Tokens
 from probemon.training.examples import Concept, Example, Examples
-from probemon.training.groups import group_texts, split_groups
+from probemon.training.groups import group_examples, split_groups
 from probemon.training.labels import Known, parts_of
 from probemon.training.state_store import TextReader
 from probemon.training.texts import Text, render
@@ -134,7 +134,7 @@ class Dataset:
                 known.append(part.known)
                 origin.append(0 if i < len(examples.texts) else 1 if i < len(everything) - len(background) else 2)
         where, labels = np.asarray(document, dtype=np.int64), np.asarray(known, dtype=np.int8).reshape(-1, len(place))
-        by_text = group_texts([example.content for example in everything], [example.group for example in everything])
+        by_text = group_examples(everything, texts)
         group, kind = by_text[where], np.asarray(origin)
         kept_out = np.asarray([example.group in held_out for example in everything])[where] & (kind == 0)
         # A whole group is outside where any text of it is: the same text in both files tests nothing.

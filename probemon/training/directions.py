@@ -37,6 +37,8 @@ def discriminant(x: Tensor, targets: Targets) -> Tensor:
     trace, square = covariance.trace(), covariance.square().sum()
     shrinkage = (1 - 2 / width) * square + trace**2
     shrinkage = (shrinkage / ((n + 1 - 2 / width) * (square - trace**2 / width)).clamp(min=1e-30)).clamp(0, 1)
+    if not trace > 0:  # all states are the same: nothing tells a concept, in any direction
+        return torch.zeros(targets.known.shape[1], width, dtype=x.dtype)
     shrunken = (1 - shrinkage) * covariance + shrinkage * trace / width * torch.eye(width, dtype=torch.float64)
     return torch.linalg.solve(shrunken, mean_difference(x, targets).double().T).T.to(x.dtype)
 

@@ -21,7 +21,7 @@ from probemon.core.strict_json import loads
 from probemon.errors import TrainingError
 
 _JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
-_LIST_SEPARATOR = ";"  # of a cell of a table
+_LIST_SEPARATOR, _LISTS = ";", ("label", "labels", "not")  # of a cell of a table
 Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
@@ -53,7 +53,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _json_lines(path)
         elif suffix in _TABLES:
             with path.open(encoding="utf-8-sig", newline="") as stream:
-                table = csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",")
+                table = csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
                 twice = [name for name, n in Counter(table.fieldnames or ()).items() if n > 1]
                 if twice:
                     raise TrainingError(f"{path.name} has two columns {twice[0]!r}: rename one")
@@ -62,14 +62,14 @@ def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         elif suffix in _YAML:
             yield from _yaml(path)
         elif suffix == ".parquet":
-            file = import_arrow("reading parquet").parquet.ParquetFile(path)
-            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
-            for i, row in enumerate(rows):
-                yield f"{path.name}, row {i + 1}", row
+            for i, row in enumerate(_parquet(path)):
+                yield f"{path.name}, row {i + 1}", {**row, **_lists(row)}
         else:
             raise TrainingError(f"{path.name}: its kind is unknown: give .jsonl, .csv, .tsv, .parquet or .yaml")
     except UnicodeDecodeError as error:
         raise TrainingError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except csv.Error as error:
+        raise TrainingError(f"{path.name} is no table of texts ({error}): is a quote left open?") from None
     except OSError as error:
         raise TrainingError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -109,12 +109,28 @@ def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield where, {"examples": [], **row}
 
 
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    arrow = import_arrow("reading parquet")
+    try:
+        file = arrow.parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise TrainingError(f"{path.name} is no parquet: {str(error).splitlines()[0]}") from None
+    for batch in file.iter_batches(1024):
+        yield from batch.to_pylist()
+
+
 def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:
     """A row of a table of texts: lists are separated, what is empty is not there."""
     if None in row or any(value is None for value in row.values()):
         raise TrainingError(f"{where} has more or fewer cells than the header: quote texts that hold separators")
-    cells = {str(key): value for key, value in row.items() if value != "" or key in ("labels", "not")}
-    for key in ("labels", "not"):
-        if key in cells:
-            cells[key] = [part.strip() for part in cells[key].split(_LIST_SEPARATOR) if part.strip()]
-    return cells
+    cells = {str(key): value for key, value in row.items() if value != "" or key in _LISTS}
+    return {**cells, **_lists(cells)}
+
+
+def _lists(row: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Of a row of a table the cells that hold labels, taken apart."""
+    return {
+        key: [part.strip() for part in row[key].split(_LIST_SEPARATOR) if part.strip()]
+        for key in _LISTS
+        if isinstance(row.get(key), str)
+    }

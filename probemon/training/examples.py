@@ -23,6 +23,7 @@ CSV (labels separated by ";"), parquet and YAML are read. A row that is wrong is
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,11 @@ _CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexam
 _ROW_KEYS = ("text", "label", "labels", "not", "group", "spans", "rest", "messages", "positive", "negative", "concept")
 _NO_NAMES = {"0", "1", "true", "false", "yes", "no"}  # of concepts
 _SPAN_KEYS = {"start", "end", "concept", "is"}
+# Fields of one kind of row, and those that would say something else beside them and be left out.
+_ALONE = {
+    "positive": ("text", "messages", "spans", "rest", "label", "labels", "not"),
+    "messages": ("text", "spans", "rest"),
+}
 
 
 @dataclass(frozen=True)
@@ -131,26 +137,33 @@ def read_examples(
     exclusive: bool = False,
     text_field: str = "text",
     labelled: bool = True,
+    like: Examples | None = None,
 ) -> Examples:
     """Read the examples of files, or of an iterable of dicts.
 
     - `exclusive`: a text has its labels and no other concept
     - `text_field`: the name of the text in rows that have no `text`
     - `labelled`: whether something has to be known of each text
+    - `like`: examples whose concepts and hierarchy these have, whatever they say themselves
 
     Raises `TrainingError`.
     """
     declared: dict[str, Concept] = {}
+    here: set[str] = set()
     texts: list[Example] = []
+    if like is not None:
+        declared.update(like.concepts)
     for where, given in read_rows(sources):
         row = {key: value for key, value in given.items() if not _is_missing(value)}
         if "text" not in row and text_field in row:
-            row = {**row, "text": row[text_field]}
+            row = {**row, "text": row.pop(text_field)}
         if not {"text", "messages", "positive"} & set(row) and {"examples", "definition"} & set(row):
             concept, of_concept = _concept(row, where)
-            if concept.id in declared:
+            if concept.id in here:
                 raise TrainingError(f"{where}: the concept {concept.id!r} is there twice")
-            declared[concept.id] = concept
+            here.add(concept.id)
+            if like is None:
+                declared[concept.id] = concept
             texts += of_concept
         else:
             texts += _example(row, where)
@@ -166,6 +179,7 @@ def read_examples(
     if labelled and not exclusive:
         _check_known(texts)
     closed = tuple(_closed(example, concepts, above, exclusive) for example in texts)
+    _check_of_concepts(closed)
     return Examples(concepts, above, closed)
 
 
@@ -242,6 +256,19 @@ def _check_known(texts: Sequence[Example]) -> None:
         )
 
 
+def _check_of_concepts(texts: Sequence[Example]) -> None:
+    """Raise `TrainingError` for a text that concepts give twice, once of a concept and once not of it."""
+    first: dict[str, Example] = {}
+    for example in texts:
+        other = first.setdefault(" ".join(example.text.split()), example) if example.of_concept else example
+        for id in example.labels:
+            if other.labels.get(id, example.labels[id]) != example.labels[id]:
+                raise TrainingError(
+                    f"{example.where} and {other.where} are one text, of {id!r} and not of it: an example of a concept"
+                    " is without those beside it. Give it once, as a text with 'labels'"
+                )
+
+
 # -- what a row says -----------------------------------------------------------------------------
 
 
@@ -271,8 +298,20 @@ def _is_missing(value: Any) -> bool:
 
 
 def _check_keys(row: Mapping[str, Any], where: str) -> None:
-    """Raise `TrainingError` for a field that is nearly one of ours: it would be left out in silence."""
+    """Raise `TrainingError` for a field that is nearly one of ours, or has no place beside another: it would be left
+    out in silence.
+    """
+    for kind, others in _ALONE.items():
+        beside = [key for key in others if row.get(key)]
+        if kind in row and beside:
+            raise TrainingError(f"{where} has {kind!r} and {beside[0]!r}, which say different things: give one of them")
+    if row.get("label") and row.get("labels"):
+        raise TrainingError(f"{where} has 'label' and 'labels': give one of them")
+    if "concept" in row and "positive" not in row:
+        raise TrainingError(f"{where} has 'concept', which is for pairs: write it into 'labels', or into 'not'")
     for key in set(row) - set(_ROW_KEYS):
+        if key.strip().casefold() in _ROW_KEYS:
+            raise TrainingError(f"{where} has {key!r}, which says nothing here: write {key.strip().casefold()!r}")
         near = ["labels"] if key == "concepts" else difflib.get_close_matches(key, _ROW_KEYS, n=1, cutoff=0.85)
         if near and len(near[0]) > 4 and near[0] not in row:
             raise TrainingError(f"{where} has {key!r}, which says nothing here: did you mean {near[0]!r}?")
@@ -283,11 +322,14 @@ def _example(row: Mapping[str, Any], where: str) -> list[Example]:
     group = str(row["group"]).strip() or None if "group" in row else None
     if "positive" in row and "negative" in row:
         concept = _id(_text(row, "concept", where), where)
+        sides = {side: _text(row, side, where) for side in ("positive", "negative")}
+        if sides["positive"].split() == sides["negative"].split():
+            raise TrainingError(f"{where}: both texts of the pair are the same, so it shows nothing of {concept!r}")
+        # By what it says: rows of two files may be called the same.
+        own = hashlib.sha256("\0".join(sides.values()).encode()).hexdigest()
         return [
-            Example(
-                where, _text(row, side, where), labels={concept: side == "positive"}, group=group or f"pair {where}"
-            )
-            for side in ("positive", "negative")
+            Example(where, text, labels={concept: side == "positive"}, group=group or f"pair {own}")
+            for side, text in sides.items()
         ]
     labels = _labels(row, where)
     if "messages" in row:
@@ -301,13 +343,15 @@ def _example(row: Mapping[str, Any], where: str) -> list[Example]:
     rest = row.get("rest", "negative")
     if rest not in RESTS:
         raise TrainingError(f"{where}: 'rest' is {rest!r}: give one of {', '.join(RESTS)}")
-    spans = tuple(_span(span, len(text), where) for span in _list(row.get("spans") or [], "spans", where))
+    spans = tuple(_span(span, text, where) for span in _list(row.get("spans") or [], "spans", where))
     return [Example(where, text, labels=labels, spans=spans, rest=rest, group=group)]
 
 
 def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:
     positive = row.get("labels", row.get("label", []))
     if isinstance(positive, Mapping):
+        if row.get("not"):
+            raise TrainingError(f"{where}: 'labels' says itself what is false, so 'not' has no place beside it")
         if not all(isinstance(value, bool) for value in positive.values()):
             raise TrainingError(f"{where}: 'labels' has a value that is neither true nor false")
         return {_id(str(id), where): bool(value) for id, value in positive.items()}
@@ -343,7 +387,8 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(messages)
 
 
-def _span(value: Any, n_chars: int, where: str) -> Span:
+def _span(value: Any, text: str, where: str) -> Span:
+    n_chars = len(text)
     if not isinstance(value, Mapping) or set(value) - _SPAN_KEYS:
         raise TrainingError(f"{where}: a span has 'start', 'end' and 'concept', and 'is': false where it is not of it")
     start, end, positive = value.get("start"), value.get("end"), value.get("is", True)
@@ -351,6 +396,10 @@ def _span(value: Any, n_chars: int, where: str) -> Span:
         raise TrainingError(f"{where}: a span is from {start!r} to {end!r} of {n_chars} characters")
     if not isinstance(positive, bool):
         raise TrainingError(f"{where}: 'is' of a span is {positive!r}: give true or false")
+    if not text[start:end].strip():
+        raise TrainingError(f"{where}: the span from {start} to {end} holds nothing but space")
+    # A space at its end is of the next word's token.
+    start, end = end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())
     return Span(start, end, _id(_text(value, "concept", where), where), positive)
 
 

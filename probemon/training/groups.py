@@ -21,13 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.core.hierarchy import Ints, Mask
+from probemon.training.examples import Example
+from probemon.training.texts import Text
+from probemon.training.words import WORD
 
 NEAR = 0.7
 # A pair that overlaps by .7 shares one of the bands with a chance of .9999, one that overlaps by .3 with .23.
 _BANDS, _ROWS = 32, 4
 _SHINGLE = 3  # words
 _PRIME = (1 << 61) - 1
-_WORDS = re.compile(r"\w+")
+_WORDS = re.compile(WORD)
 
 
 def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
@@ -59,6 +62,15 @@ def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
         join(distinct[i], distinct[j])
     numbers: dict[int, int] = {}
     return np.asarray([numbers.setdefault(root(i), len(numbers)) for i in range(len(texts))], dtype=np.int64)
+
+
+def group_examples(examples: Sequence[Example], texts: Sequence[Text]) -> Ints:
+    """Number the groups of examples: by all that they say, and of chats by what counts of it, too."""
+    counted = [" ".join(text.text[a:b] for a, b in text.counted or ()) for text in texts]
+    both = [(i, counted[i]) for i, example in enumerate(examples) if example.messages]
+    groups = [example.group or f"\0{i}" for i, example in enumerate(examples)]
+    contents = [example.content for example in examples]
+    return group_texts([*contents, *(own for _, own in both)], [*groups, *(groups[i] for i, _ in both)])[: len(texts)]
 
 
 def _near(texts: Sequence[Sequence[str]]) -> list[tuple[int, int]]:

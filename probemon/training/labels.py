@@ -54,6 +54,7 @@ def parts_of(example: Example, text: Text, tokens: Tokens, place: Mapping[str, i
         for span in example.spans:
             if span.positive and span.concept not in example.labels:
                 known[:, place[span.concept]] = 0
+    said = np.full(known.shape, -1, dtype=np.int8)  # by spans
     for there in (False, True):
         for span in example.spans:
             if span.positive == there:
@@ -63,7 +64,13 @@ def parts_of(example: Example, text: Text, tokens: Tokens, place: Mapping[str, i
                         f"{example.where}: no token stands at characters {span.start} to {span.end}"
                         f" ({example.text[span.start : span.end]!r})"
                     )
-                known[inside, place[span.concept]] = there
+                column = place[span.concept]
+                if (said[inside, column] == (not there)).any() or example.labels.get(span.concept, there) != there:
+                    raise TrainingError(
+                        f"{example.where}: characters {span.start} to {span.end}"
+                        f" ({example.text[span.start : span.end]!r}) are of {span.concept!r} and not of it"
+                    )
+                said[inside, column] = known[inside, column] = there
     rows, inverse = np.unique(known[counted], axis=0, return_inverse=True)
     parts = [Part(counted[inverse.reshape(-1) == i], row) for i, row in enumerate(rows) if (row >= 0).any()]
     return sorted(parts, key=lambda part: int(part.tokens[0]))

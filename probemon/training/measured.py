@@ -129,7 +129,8 @@ class Measured:
             controls.shuffled(),
             controls.random(),
             thresholds(scores, parts[rows], benign, fpr=settings.fpr),
-            thresholds(highest[fitted.method], np.arange(n_parts), benign, fpr=settings.fpr),
+            # Stretches have no running score, and a rule is not asked of them.
+            thresholds(highest[fitted.method], np.arange(n_parts), benign & ~data.of_span[:, None], fpr=settings.fpr),
             None
             if settings.precision is None
             else precision_thresholds(

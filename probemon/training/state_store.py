@@ -7,7 +7,8 @@
 
 A folder holds one safetensors file a site, and `states.json`, which is replaced after every shard of texts and
 says how many rows are whole. What makes states what they are is hashed into
-their key: weights, adapters, precision, tokens, sites, windows, versions. States of another key are replaced.
+their key: weights, adapters, precision, tokens, sites, windows, versions. States of another key are replaced. What
+no key can say, a hook that steers, shows in a few texts that are read again before states are taken.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.engine.audit import sample
 from probemon.errors import TrainingError
-from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
+from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
 from probemon.host.model import hidden_size
 from probemon.offline.documents import Document
 from probemon.offline.state_reader import StateReader, give_back
@@ -37,7 +38,9 @@ from probemon.offline.windows import Reading, Shard, Tokens, shards
 from probemon.training.texts import Text
 
 STATE, BUDGET = "states.json", 4 << 30
-_FORMAT = 1
+_FORMAT = 2
+# Of texts that lie there so many are read again; their states may differ by this share of their length, by rounding.
+_READ_AGAIN, _ROUNDING = 3, {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -107,7 +110,7 @@ class StatePlan:
         window = self.reader.plain.window
         return {
             "format": _FORMAT,
-            "host": fingerprint(host),
+            "host": weights_fingerprint(host),
             "adapters": adapters_fingerprint(self.reader.plain.model, host),
             "config": config_fingerprint(host),
             "dtype": str(host.dtype).removeprefix("torch."),
@@ -181,7 +184,8 @@ class SiteStates:
         if not len(rows):
             return torch.zeros(0, self.shape[1], dtype=self.dtype)
         # Mapped anew each time: pages that were read count as this process's memory as long as they are mapped.
-        mapped = np.memmap(self.path, mode="r", offset=self.begin).reshape(self.shape[0], -1)
+        row_bytes = self.shape[1] * self.dtype.itemsize
+        mapped = np.memmap(self.path, mode="r", offset=self.begin, shape=(self.shape[0], row_bytes))
         return torch.from_numpy(mapped[rows.numpy()]).view(self.dtype)
 
 
@@ -203,6 +207,8 @@ def collect_states(
     first[order] = np.cumsum(lengths) - lengths
     store = StateStore(folder, sites, key["width"], dtype, document, position, first)
     rows, done = _begun(folder, key, key["width"] * dtype.itemsize)
+    if done and not _are_still_so(plan, store, order[:done], rows):
+        rows, done = 0, 0
     if done == len(order):
         if progress is not None:
             progress(sum(map(len, plan.tokens)))
@@ -228,6 +234,21 @@ def collect_states(
                 write_text_atomically(folder / STATE, _stated(key, rows, done))
             skipped = 0
     return store
+
+
+def _are_still_so(plan: StatePlan, store: StateStore, done: Sequence[int], n_rows: int) -> bool:
+    """Whether the host still makes the `n_rows` states that lie there, of a few of the texts `done`, short ones."""
+    some = sorted((i for i in done if len(plan.kept[i])), key=lambda i: (len(plan.tokens[i]), i))[:_READ_AGAIN]
+    for reader, places in plan.reader.kinds([plan.texts[i] for i in some]):
+        for read, _, states in reader.states(_shards(plan.texts, [some[place] for place in places])):
+            i = some[places[read.index]]
+            rows = torch.arange(len(plan.kept[i])) + int(store.first[i])
+            for site, hidden in states.items():
+                there = replace(store.states(site), shape=(n_rows, store.width))
+                before, now = there[rows].double(), hidden.cpu()[torch.from_numpy(plan.kept[i])].double()
+                if not ((now - before).norm(dim=1) <= _ROUNDING[store.dtype] * before.norm(dim=1)).all():
+                    return False
+    return True
 
 
 def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[Shard]:

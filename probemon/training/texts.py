@@ -4,12 +4,13 @@
     read = tokenise(texts, tokenizer, reader)          # the tokens of each text
     read[0].counts                                     # [T] bool: not of the template, nor of another role
 
-A chat's turns are found again in what the template made of them, in order; what is not found is an error.
+A chat's turns stand where the template puts marks that are given in their places; where it does not say, it is an
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from probemon.offline.windows import Tokens
 from probemon.training.examples import Example
 
 Ranges = tuple[tuple[int, int], ...]
+_MARK = "\uf8ff"  # of the private use area: of no chat, and of no template
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,8 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str]) -> Text:
         raise TrainingError(
             f"{example.where} is a chat, and this model's tokenizer has no chat template: give texts, or another model"
         )
-    try:
-        text = tokenizer.apply_chat_template([dict(message) for message in example.messages], tokenize=False)
-    except Exception as error:  # a template is a program of the model's own
-        raise TrainingError(f"{example.where}: the model's chat template refuses these messages: {error}") from error
-    counted, at = [], 0
-    for message in example.messages:
-        content = _found_in(text, message, at)
-        if content is None:
-            raise TrainingError(
-                f"{example.where}: what the {message['role']} says is not in what the model's chat template makes of it"
-            )
-        if message["role"] in roles:
-            counted.append(content)
-        at = content[1]
+    text, places = _placed(example, tokenizer)
+    counted = [place for message, place in zip(example.messages, places, strict=True) if message["role"] in roles]
     if not counted:
         raise TrainingError(
             f"{example.where} has no turn of {' or '.join(roles)}, of whom its labels would be: choose others by --on"
@@ -85,9 +75,35 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str]) -> Text:
     return Text(example.where, text, tuple(counted), is_chat=True)
 
 
-def _found_in(text: str, message: Mapping[str, Any], at: int) -> tuple[int, int] | None:
-    for content in (message["content"], message["content"].strip()):  # many templates strip
-        start = text.find(content, at)
-        if content and start >= 0:
-            return start, start + len(content)
-    return None if message["content"].strip() else (at, at)
+def _placed(example: Example, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat, and where in it each turn stands. Raises `TrainingError`.
+
+    A turn may say what the template itself says, so it is not looked for: the template is asked for marks in the turns'
+    places, and what it wrote around them is what stands around the turns.
+    """
+    turns = [str(message["content"]) for message in example.messages]
+    text = _templated(example, tokenizer, turns)
+    marks = [f"{_MARK}{i}{_MARK}" if turn.strip() else turn for i, turn in enumerate(turns)]
+    marked = _templated(example, tokenizer, marks)
+    for said in (turns, [turn.strip() for turn in turns]):  # many templates strip
+        filled, places = "", list[tuple[int, int]]()
+        rest = marked
+        for mark, turn in zip(marks, said, strict=True):
+            if mark.strip():  # of a blank turn there is nothing to place
+                before, _, rest = rest.partition(mark)
+                filled += before + turn
+            places.append((len(filled) - len(turn) * bool(mark.strip()), len(filled)))
+        if filled + rest == text:
+            return text, places
+    raise TrainingError(
+        f"{example.where}: the model's chat template changes what is said, so where each turn stands is unknown: give"
+        " the chat as a text of its own with 'spans' or 'labels'"
+    )
+
+
+def _templated(example: Example, tokenizer: Any, turns: Sequence[str]) -> str:
+    messages = [{**message, "content": turn} for message, turn in zip(example.messages, turns, strict=True)]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # a template is a program of the model's own
+        raise TrainingError(f"{example.where}: the model's chat template refuses these messages: {error}") from error

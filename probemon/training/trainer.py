@@ -99,7 +99,7 @@ def train(
     settings = settings or _settings(options)
     target = check_target(Path(out), overwrite)
     examples = data if isinstance(data, Examples) else _read(data, settings)
-    elsewhere = None if outside is None else _read(outside, settings)
+    elsewhere = None if outside is None else _read(outside, settings, like=examples)
     if model_id is None:
         model_id = (
             model if isinstance(model, str) else getattr(getattr(model, "config", None), "name_or_path", "") or ""
@@ -131,8 +131,8 @@ def _settings(options: Mapping[str, Any]) -> TrainingSettings:
     return TrainingSettings(**options)
 
 
-def _read(data: Any, settings: TrainingSettings) -> Examples:
-    return read_examples(data, exclusive=settings.exclusive, text_field=settings.text_field)
+def _read(data: Any, settings: TrainingSettings, like: Examples | None = None) -> Examples:
+    return read_examples(data, exclusive=settings.exclusive, text_field=settings.text_field, like=like)
 
 
 def _model_id(name: str) -> str:

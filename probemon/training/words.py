@@ -20,7 +20,12 @@ import torch
 from probemon.training.labels import Known
 from probemon.training.logistic import Sparse
 
-_WORDS = re.compile(r"\w+|[$€£!?]")
+# Scripts that put no spaces between words: each of their characters counts as one.
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+"
+_WORDS = re.compile(rf"{WORD}|[$€£!?]")
 _MOST_WORDS = 20_000
 N_GIVEAWAYS = 20
 

@@ -41,19 +41,40 @@ def test_files_of_every_kind_say_the_same(tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     (tmp_path / "a.csv").write_text('text,labels,not,group\n"one, two",x;y,,g\nthree,,x,\n')
+    (tmp_path / "b.csv").write_text('text,label,not,group\n"one, two",x;y,,g\nthree,,x,\n')
+    cells = [{"text": "one, two", "labels": "x; y", "not": "", "group": "g"}, {"text": "three", "not": "x"}]
+    pa.parquet.write_table(pa.Table.from_pylist(cells), tmp_path / "b.parquet")
     (tmp_path / "a.tsv").write_text("text\tlabels\tnot\tgroup\none, two\tx;y\t\tg\nthree\t\tx\t\n")
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     wanted = labels(read_examples(rows))
-    for kind in ("jsonl", "csv", "tsv", "parquet"):
-        examples = read_examples(tmp_path / f"a.{kind}")
-        assert labels(examples) == wanted, kind
-        assert [example.group for example in examples.texts] == ["g", None], kind
+    for name in ("a.jsonl", "a.csv", "a.tsv", "a.parquet", "b.csv", "b.parquet"):
+        examples = read_examples(tmp_path / name)
+        assert labels(examples) == wanted, name
+        assert [example.group for example in examples.texts] == ["g", None], name
 
 
 def test_both_sides_of_a_pair_are_one_group():
     for_it, against = read_examples([{"positive": "p", "negative": "n", "concept": "x"}]).texts
     assert (for_it.labels, against.labels) == ({"x": True}, {"x": False})
     assert for_it.group == against.group is not None
+    # Rows of two files may be called the same.
+    other = read_examples([{"positive": "q", "negative": "m", "concept": "x"}]).texts[0]
+    assert other.where == for_it.where and other.group != for_it.group
+
+
+def test_spaces_around_a_span_are_not_of_it():
+    row = {"text": "the whale sings", "spans": [{"start": 3, "end": 10, "concept": "whale"}]}
+    assert read_examples([row]).texts[0].spans == (Span(4, 9, "whale"),)
+
+
+def test_examples_of_elsewhere_have_the_hierarchy_of_the_others(tmp_path):
+    (tmp_path / "tree.yaml").write_text(TREE)
+    own = read_examples(tmp_path / "tree.yaml")
+    rows = [{"text": "b", "labels": ["whale"]}]
+    assert labels(read_examples(rows, like=own)) == {"b": {"whale": True, "animal": True}}
+    exclusive = {"whale": True, "animal": True, "bird": False, "tool": False}
+    assert labels(read_examples(rows, like=own, exclusive=True)) == {"b": exclusive}
+    assert labels(read_examples(tmp_path / "tree.yaml", like=own)) == labels(own)
 
 
 def test_spans_are_of_characters_and_of_what_is_above_their_concept(tmp_path):
@@ -99,6 +120,20 @@ def _written(path, *rows):
         ([{"text": "a", "labels": ["x"], "span": []}], "has 'span', which says nothing here: did you mean 'spans'?"),
         ([{"text": "a", "concepts": ["x"]}], "did you mean 'labels'?"),
         ([{"text": "a", "labels": {"x": "yes"}}], "neither true nor false"),
+        ([{"text": "a", "Labels": ["x"]}], "has 'Labels', which says nothing here: write 'labels'"),
+        ([{"text": "a", "label": "x", "labels": ["y"]}], "has 'label' and 'labels'"),
+        ([{"text": "a", "labels": {"x": True}, "not": ["y"]}], "'not' has no place beside it"),
+        ([{"text": "a", "concept": "x"}], "has 'concept', which is for pairs"),
+        ([{"positive": "p", "negative": "n", "concept": "x", "not": ["y"]}], "has 'positive' and 'not'"),
+        ([{"positive": "p q", "negative": "p  q", "concept": "x"}], "both texts of the pair are the same"),
+        ([{"messages": [{"role": "user", "content": "a"}], "text": "b", "labels": ["x"]}], "has 'messages' and 'text'"),
+        (
+            [{"messages": [{"role": "user", "content": "a"}], "spans": [{"start": 0, "end": 1, "concept": "x"}]}],
+            "has 'messages' and 'spans'",
+        ),
+        ([{"text": "a b", "spans": [{"start": 1, "end": 2, "concept": "x"}]}], "holds nothing but space"),
+        ([{"id": "a", "examples": ["t"], "counterexamples": ["t "]}], "counterexamples 1 and .* are one text, of 'a'"),
+        ([{"id": "a", "examples": ["t"]}, {"id": "b", "examples": ["t"]}], "are one text, of 'b' and not of it"),
         ([], "there is no example"),
         ([{"id": "a", "definition": "x", "parents": ["b"], "examples": ["t"]}], "has the parent 'b'"),
     ],
@@ -139,6 +174,9 @@ def test_a_circle_and_a_contradiction_are_told():
         ("a.jsonl", '{"text": "a"\n', "line 1 is no JSON"),
         ("a.jsonl", "[1]\n", "line 1 is list"),
         ("a.csv", "text,labels\na,b,c\n", "row 1 has more or fewer cells"),
+        ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv is no table of texts \(unexpected end of data\)"),
+        ("a.csv", f"text,labels\n{'a' * 200_000},x\n", "field larger than field limit"),
+        ("a.parquet", "PAR1 and more PAR1", "a.parquet is no parquet"),
         ("a.yaml", "- [", "is no YAML"),
         ("a.yaml", "text: 3", "give a list of concepts"),
         ("a.yaml", "- {name: a}", "concept 1 has no 'id'"),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from probemon.training.groups import NEAR, group_texts, split_groups
+from probemon.training.words import words_in
 
 SHARES = {"train": 0.5, "calibrate": 0.2, "test": 0.3}
 words = st.lists(st.sampled_from([f"w{i}" for i in range(40)]), min_size=1, max_size=60)
@@ -47,6 +48,13 @@ def test_planted_copies_pairs_and_near_duplicates_are_never_parted(texts, rng, s
 def test_texts_that_only_share_words_are_apart():
     texts = [" ".join(f"w{(7 * i + k * k) % 50}" for k in range(40)) for i in range(30)]
     assert len(set(group_texts(texts, [None] * 30).tolist())) == 30
+
+
+def test_words_need_no_spaces_between_them():
+    one = "小狗在花园里跑来跑去，然后它喝了一些水，又回到了它的房子里睡觉"
+    near, other = one.replace("花园", "院子"), "轮船明天早上从港口出发，将于星期五晚上到达对面的岛屿"
+    assert group_texts([one, other, near], [None] * 3).tolist() == [0, 1, 0]
+    assert words_in("小狗 runs, ไป!") == ["小", "狗", "runs", "ไ", "ป", "!"]
 
 
 def test_labels_are_spread_by_their_shares_and_rare_ones_too():

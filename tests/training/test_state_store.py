@@ -95,7 +95,7 @@ def test_a_killed_collection_goes_on_to_the_same_bytes(model, texts, tmp_path, m
     assert len(calls) > n_before
     n_before = len(calls)
     again = collect_states(plan, tmp_path / "killed")
-    assert len(calls) == n_before and torch.equal(everything(again, SITES[0]), everything(store, SITES[0]))
+    assert len(calls) == n_before + 1 and torch.equal(everything(again, SITES[0]), everything(store, SITES[0]))
 
 
 def plan_again(plan):
@@ -113,6 +113,17 @@ def test_states_of_anything_else_are_read_anew(model, texts, tmp_path):
     (tmp_path / "s" / "resid_post.2.safetensors").write_bytes(b"cut")
     collect_states(plan_of(model, texts), tmp_path / "s")
     assert digest(tmp_path / "s") == before
+    model = make_model()
+    with torch.no_grad():  # one value of many
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 0.5
+    collect_states(plan_of(model, texts), tmp_path / "s")
+    changed = digest(tmp_path / "s")
+    assert changed["resid_post.2.safetensors"] != before["resid_post.2.safetensors"]
+    # What no key says: something steers the host.
+    handle = model.model.layers[0].register_forward_hook(lambda _, given, out: out + 0.05)
+    collect_states(plan_of(model, texts), tmp_path / "s")
+    assert digest(tmp_path / "s")["resid_post.0.safetensors"] != changed["resid_post.0.safetensors"]
+    handle.remove()
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "to.txt").write_text("dear")
     with pytest.raises(TrainingError, match="holds other files than states"):

@@ -29,7 +29,11 @@ from probemon.errors import ConfigError, HostMismatch, TrainingError
 from probemon.training import TrainingSettings, train
 from probemon.training.calibration import Precise, precision_thresholds
 from probemon.training.card import warnings
+from probemon.training.dataset import Dataset
+from probemon.training.examples import read_examples
 from probemon.training.metrics import auroc_of
+from probemon.training.state_store import TextReader
+from probemon.training.texts import render
 from probemon.training.trainer import _Job
 
 COMMON = [letter for letter in LETTERS[:26] if letter not in "zqxk"]
@@ -80,8 +84,6 @@ def scores_of(trained, model, text):
 def test_what_is_claimed_is_what_the_written_pack_does(model, trained, settings):
     """Area, thresholds and rates, from scores of the pack itself and labels by hand."""
     job = _Job(model, make_tokenizer(), TrainingSettings(**settings), trained.pack.directory, print, print)
-    from probemon.training.examples import read_examples
-
     data = job.dataset(read_examples(rows()), None)
     order = [list(trained.quality["concepts"]).index(concept["id"]) for concept in trained.pack.concepts]
     known = data.known[:, order]
@@ -131,11 +133,13 @@ def test_the_same_seed_gives_the_same_bytes(model, trained, tmp_path, settings):
     assert other.pack.alert_threshold.tolist() != trained.pack.alert_threshold.tolist()
 
 
-def test_a_second_run_reads_no_states(model, trained, tmp_path, settings, monkeypatch):
+def test_a_second_run_reads_next_to_no_states(model, trained, tmp_path, settings, monkeypatch):
     from probemon.offline.state_reader import StateReader
 
-    monkeypatch.setattr(StateReader, "run", lambda *arguments: pytest.fail("the host ran again"))
+    calls, real = [], StateReader.run
+    monkeypatch.setattr(StateReader, "run", lambda *arguments: (calls.append(1), real(*arguments))[1])
     train(model, rows(), tmp_path / "letters", tokenizer=make_tokenizer(), **{**settings, "method": "mass_mean"})
+    assert len(calls) == 1  # to see that the host still makes the same of three texts
 
 
 def test_thresholds_to_a_precision_are_a_set_of_their_own(model, trained, tmp_path, settings):
@@ -212,6 +216,46 @@ def test_spans_train_their_tokens(model, tmp_path):
     found = train(model, spans, tmp_path / "spans", tokenizer=make_tokenizer(), background=False, states=tmp_path / "s")
     assert found.quality["concepts"]["zed"]["auroc"] > 0.95
     assert found.quality["examples"]["test"]["tokens"] == 22 * found.quality["examples"]["test"]["texts"]
+    # Stretches have no running score, so they set no threshold of one: texts without spans do.
+    of_texts = found.quality["concepts"]["zed"]["alert_of_texts"]
+    assert (
+        of_texts["n"] == 0 and not found.pack.aggregated and any("by text" in line for line in warnings(found.quality))
+    )
+    benign = [{"text": text(rng, n=20), "not": ["zed"]} for _ in range(200)]
+    mixed = train(model, [*spans, *benign], tmp_path / "m", tokenizer=make_tokenizer(), background=False, fpr=0.2)
+    threshold = mixed.quality["concepts"]["zed"]["alert_of_texts"]["threshold"]
+    assert mixed.pack.thresholds_for("ema(0.3)").tolist() == [pytest.approx(threshold)]
+    fresh = [over(Ema(0.3), scores_of(mixed, model, text(rng, n=20))).max() for _ in range(100)]
+    assert np.mean(np.asarray(fresh) > threshold) < 0.35
+
+
+def test_a_turn_that_says_what_the_template_says_is_found_in_its_place():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " user "}]
+    again = [*turns, {"role": "user", "content": " "}, {"role": "assistant", "content": "assistant"}]
+    examples = read_examples([{"messages": turns, "labels": ["x"]}, {"messages": again, "labels": ["x"]}])
+    for rendered, said in zip(render(examples.texts, tokenizer, roles=("assistant",)), (1, 2), strict=True):
+        assert [rendered.text[a:b] for a, b in rendered.counted] == ["user", "assistant"][:said]
+        assert [rendered.text[a - 11 : a] for a, _ in rendered.counted] == ["<assistant>"] * said
+    user = render(examples.texts, tokenizer, roles=("user",))[0]
+    assert user.counted == ((6, 7),)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(TrainingError, match="example 0: the model's chat template changes what is said"):
+        render(examples.texts, tokenizer, roles=("user",))
+
+
+def test_one_answer_to_two_questions_is_not_parted(model):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    rng, chats = random.Random(0), []
+    for i in range(40):
+        answer = text(rng, "z" if i % 2 else "")
+        for _ in range(2):
+            turns = [{"role": "user", "content": text(rng)}, {"role": "assistant", "content": answer}]
+            chats.append({"messages": turns, "labels": {"zed": bool(i % 2)}})
+    data = Dataset.of_examples(read_examples(chats), TextReader(model, tokenizer, ["resid_post.0"]))
+    assert data.group.tolist() == [i // 2 for i in range(80)]
 
 
 def test_chats_train_on_the_turns_of_a_role(model, tmp_path):

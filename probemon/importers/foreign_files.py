@@ -19,6 +19,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from probemon.core.files import sha256
 from probemon.core.strict_json import RepeatedKey, loads, no_constant
 from probemon.errors import ImportRefused
 from probemon.importers import weights
@@ -52,6 +53,15 @@ def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> d
     for path in files.values():
         _check_file(path)
     return files
+
+
+def hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return sha256 of files by concept, by their names; where several have one name, the concept stands before it."""
+    names = [path.name for path in files.values()]
+    return {
+        path.name if names.count(path.name) == 1 else f"{concept}: {path.name}": sha256(path)
+        for concept, path in files.items()
+    }
 
 
 def _check_file(path: Path, max_bytes: int = MAX_BYTES) -> None:

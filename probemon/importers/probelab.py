@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.core.files import sha256
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, write_flat
-from probemon.importers.foreign_files import MAX_BYTES, field, named_files, only_tensors, tensor_of
+from probemon.importers.foreign_files import MAX_BYTES, field, hashes, named_files, only_tensors, tensor_of
 from probemon.importers.weights import load_plain
 from probemon.packs.pack import ProbePack
 
@@ -59,7 +58,7 @@ def import_files(
         site=site,
         normalize=normalize,
         stated=stated,
-        files={path.name: sha256(path) for path in files.values()},
+        files=hashes(files),
         **about,
     )
 

@@ -20,10 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.checks import check_number
-from probemon.core.files import sha256
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, write_flat
-from probemon.importers.foreign_files import field, named_files, parse_json, read_safetensors, site_of, tensor_of
+from probemon.importers.foreign_files import (
+    field,
+    hashes,
+    named_files,
+    parse_json,
+    read_safetensors,
+    site_of,
+    tensor_of,
+)
 from probemon.packs.pack import ProbePack
 
 _METHODS = ("logistic", "diff_of_means", "mass_mean")
@@ -85,7 +92,7 @@ def import_files(
         normalize="none",
         notes=notes,
         stated=stated,
-        files={path.name: sha256(path) for path in files.values()},
+        files=hashes(files),
         **host,
     )
 

@@ -23,6 +23,9 @@ from probemon.packs.group import AnyPack
 _AGGREGATOR = "max"  # over the tokens of a sentence
 # A sentence ends at a stop, with what closes it, or at the end of a line.
 _END = re.compile(r"""[.!?…]["')\]*_”’]*\s*$|\n""")
+# A stop that ends no sentence: after an abbreviation that always stands before something, or the number of a line.
+_NO_END = re.compile(r"(?:\b(?:Dr|Mrs?|Ms|Prof|St|vs|cf|e\.g|i\.e)|(?:^|\n)\s*\d{1,3})\.\s*$")
+_LONGEST = 8  # tokens that such an abbreviation or number may have
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,12 @@ def _bounds(texts: list[str]) -> list[tuple[int, int]]:
     ends = [
         i + 1
         for i, (text, following) in enumerate(zip(texts, nexts, strict=False))
-        if "\n" in text or (_END.search(text) and not following[:1].isalnum())
+        if "\n" in text
+        or (
+            _END.search(text)
+            and not following[:1].isalnum()
+            and not _NO_END.search("".join(texts[max(0, i - _LONGEST) : i + 1]))
+        )
     ]
     if texts and (not ends or ends[-1] < len(texts)):
         ends.append(len(texts))

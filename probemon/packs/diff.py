@@ -131,7 +131,8 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
             changed[before["id"]] = changes
     about = {}
     for key in ("score_rule", "dtype", "licence", "host", "recommended", "alert_set"):
-        pair = [pack.manifest.get(key) for pack in (a, b)]
+        # A pack can be open with another of its sets in force than its manifest recommends.
+        pair = [pack.alert_set if key == "alert_set" else pack.manifest.get(key) for pack in (a, b)]
         if pair[0] != pair[1]:
             about[key] = pair
     return PackDiff(

@@ -39,6 +39,7 @@ from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import PackWriter
 
 _SHOWN = 5
+_MERGED = "merged"  # the set in force of packs whose own are called unlike
 # Settings of several packs as one: none has less room, fewer rounds or a stricter limit than alone.
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min,
@@ -61,7 +62,8 @@ def merge(
     A mapping puts its names before ids: `name:id`. Smaller probes are widened exactly to the largest shape. A descent
     of the whole begins with and opens what a descent of each alone does: room adds up, `max_rounds` is the largest, and
     where packs descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all
-    packs have stay where all descend by one rule with them. Raises `PackError` where dtypes, score rules, hosts or ids
+    packs have stay where all descend by one rule with them; the one in force is called "merged" where the packs' are
+    called unlike. Raises `PackError` where dtypes, score rules, hosts or ids
     clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
     """
     check_target(path, overwrite)
@@ -248,22 +250,25 @@ def _aggregated(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
 
 
 def _joined_alert_sets(packs: Sequence[ProbePack], rule: float | str | None) -> dict[str, Any]:
-    """Return the sets of alert thresholds that all of several packs have, where they recommend the same one.
+    """Return the sets of alert thresholds that all of several packs have, where the set of each has a name. The one in
+    force is that of each pack, "merged" where they are called unlike.
 
-    `rule`: the load threshold that is recommended for the whole. Another set than the recommended one is left out where
-    a part would descend by another rule with it than the whole does: thresholds that keep each part's own rule are of
-    the recommended set.
+    `rule`: the load threshold that is recommended for the whole. Another set than the one in force is left out where a
+    part would descend by another rule with it than the whole does: thresholds that keep each part's own rule are of the
+    set in force.
     """
-    if packs[0].alert_set is None or len({pack.alert_set for pack in packs}) > 1:
+    names = {pack.alert_set for pack in packs}
+    if None in names:
         return {}
-    others = [pack.other_alert_sets() for pack in packs]
+    in_force = packs[0].alert_set if len(names) == 1 else _MERGED
+    sets = [{**pack.other_alert_sets(), pack.alert_set: pack.alert_threshold} for pack in packs]
     joined = {
-        name: torch.cat([other[name] for other in others])
-        for name in others[0]
-        if all(name in other for other in others)
+        name: torch.cat([own[name] for own in sets])
+        for name in sets[0]
+        if name != in_force and all(name in own for own in sets)
     }
     return {
-        "alert_set": packs[0].alert_set,
+        "alert_set": in_force,
         "alert_sets": {name: alert for name, alert in joined.items() if _one_rule(packs, name, alert, rule)},
     }
 

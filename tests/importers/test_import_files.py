@@ -2,6 +2,7 @@
 format as its own project writes it.
 """
 
+import hashlib
 import json
 import math
 import subprocess
@@ -68,6 +69,14 @@ def test_probelab_probes_score_as_they_predict(tmp_path):
     alone = import_probelab({"a lie": folder / "lie.pt"}, tmp_path / "alone", **READ, model="org/host")
     assert str(alone.architecture) == "linear" and alone.manifest["host"]["model_id"] == "org/host"
     close(column(alone, "a lie"), expected["lie"](X))
+
+
+def test_files_of_one_name_each_have_their_hash(tmp_path):
+    files = {name: tmp_path / name / "probe.pt" for name in ("lie", "mean")}
+    foreign.probelab_logistic(files["lie"])
+    foreign.probelab_mass_mean(files["mean"])
+    told = import_probelab(files, tmp_path / "pack", **READ).manifest["provenance"]["import"]["files"]
+    assert told == {f"{name}: probe.pt": hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
 @pytest.mark.parametrize("kind", ["Attention", "Bilinear", "MultiMax"])

@@ -47,6 +47,19 @@ def test_sentences_end_at_stops_and_lines_and_hold_the_whole_text(manager, model
     assert summary.sentences[-1].stop == summary.answer.stop == 16
 
 
+@pytest.mark.parametrize(
+    ("texts", "sentences"),
+    [
+        (["See", " Dr", ".", " Wu", " vs", ".", " J", "."], ["See Dr. Wu vs. J."]),
+        (["Two", ":", "\n", "1", ".", " Cats", ".", " 2", "0", "1", "6", "."], ["Two:\n", "1. Cats.", " 2016."]),
+        (["A", " mast", ".", " e", ".g", ".", " So"], ["A mast.", " e.g. So"]),
+        (["1", "2", "3", "4", ".", " Yes"], ["1234.", " Yes"]),
+    ],
+)
+def test_a_stop_after_an_abbreviation_or_the_number_of_a_line_ends_nothing(texts, sentences):
+    assert ["".join(texts[a:b]) for a, b in _bounds(texts)] == sentences
+
+
 @pytest.mark.parametrize("name", ["each", "max"])
 def test_concepts_of_a_sentence_are_those_over_their_threshold_in_it(manager, model, tmp_path, name):
     if name == "max":

@@ -14,6 +14,7 @@ from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.offline.analyze import _identified as identified
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.calibrated_pack import write_calibrated
+from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.hierarchies import propose
 from probemon.packs.quantize import quantize
@@ -75,6 +76,15 @@ def test_packs_made_of_it_keep_its_sets_and_calibration_adds_one(pack, tmp_path)
     same(quantize(pack, tmp_path / "int8"))
     both = merge({"a": pack, "b": pack}, tmp_path / "both", name="both")
     assert both.with_alert_set("rate_0.01").alert_threshold[both.find("b:c7")] == pytest.approx(low["c7"])
+
+    swapped = {"a": pack, "b": pack.with_alert_set("rate_0.01")}
+    assert pack_diff(*swapped.values()).about == {"alert_set": ["precision_0.9", "rate_0.01"]}
+    unlike = merge(swapped, tmp_path / "unlike", name="unlike")
+    assert unlike.alert_set == "merged" and unlike.alert_sets == ("merged", "precision_0.9", "rate_0.01")
+    assert unlike.alert_threshold[unlike.find("b:c7")] == pytest.approx(low["c7"])
+    of_a = unlike.with_alert_set("precision_0.9")
+    for prefix in "ab":
+        assert of_a.alert_threshold[of_a.find(f"{prefix}:c7")] == pack.alert_threshold[pack.find("c7")]
 
     alerts = calibrate_alerts([np.random.default_rng(0).random((400, 2))], fpr=0.1)
     made = write_calibrated(pack, tmp_path / "calibrated", watched=[3, 5], alerts=alerts)

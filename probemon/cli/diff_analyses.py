@@ -14,6 +14,7 @@ import typer
 
 from probemon.cli.common import progress_bar
 from probemon.cli.terminal import answer, plain_table, say, shorten_path, terminal
+from probemon.core.scores import unlike
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def _show(comparison: Comparison, most: int) -> None:
     console = terminal(width=max(_WIDTH, terminal().width))
     say(_corpus("A", comparison.a))
     say(_corpus("B", comparison.b))
+    for letter, corpus in (("A", comparison.a), ("B", comparison.b)):
+        if caution := unlike(corpus.n_far, corpus.n_tokens):
+            say(f"caution: in {letter} {caution}")
     if comparison.a.n_dropped or comparison.b.n_dropped:
         say(
             f"a limit dropped a probe at a token {comparison.a.n_dropped} times in A and {comparison.b.n_dropped} times"
@@ -119,9 +123,10 @@ def _corpus(letter: str, corpus: Corpus) -> str:
         f"{n} {why}" for n, why in ((corpus.n_bad, "bad"), (corpus.n_unseen, "without a token that was seen")) if n
     ]
     beside = f" (left out: {', '.join(left_out)})" if left_out else ""
+    n = corpus.n_documents + corpus.n_bad + corpus.n_unseen
     return (
-        f"{letter}  {corpus.directory}: {corpus.n_documents} documents{beside}, {corpus.n_tokens} tokens,"
-        f" {corpus.median_tokens:g} in the median document"
+        f"{letter}  {corpus.directory}: {corpus.n_documents} of {n} documents compared{beside},"
+        f" {corpus.n_tokens} seen tokens, {corpus.median_tokens:g} in the median document"
     )
 
 

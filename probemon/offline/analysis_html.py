@@ -106,6 +106,8 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
 def _compared(comparison: Comparison) -> Iterator[Element]:
     for name, corpus in (("A", comparison.a), ("B", comparison.b)):
         yield _corpus(name, corpus)
+        if caution := unlike(corpus.n_far, corpus.n_tokens):
+            yield element("p", f"Caution: in {name} {caution}.")
     differing = comparison.differing
     what = "tokens over the floor" if comparison.by == "share" else "documents whose maximum is over the floor"
     yield element(
@@ -138,5 +140,5 @@ def _corpus(name: str, corpus: Corpus) -> Element:
         "p",
         f"{name}: ",
         element("bdi", clip(corpus.directory, 200)),
-        f", {corpus.n_documents:,} documents, {corpus.n_tokens:,} tokens; {left_out:,} documents left out",
+        f", {corpus.n_documents:,} documents compared, {left_out:,} left out; {corpus.n_tokens:,} seen tokens",
     )

@@ -29,6 +29,7 @@ class Corpus:
     - `n_bad`, `n_unseen`: documents left out, not scored or without a seen token.
     - `n_tokens`: seen tokens; `median_tokens`: of a document.
     - `n_dropped`: how often a limit dropped a probe, whose score is then unknown.
+    - `n_far`: how many of the tokens are far from the states that the pack was calibrated on.
     """
 
     directory: str
@@ -38,6 +39,7 @@ class Corpus:
     n_tokens: int
     median_tokens: float
     n_dropped: int
+    n_far: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Sample:
         pa = arrow()
         import pyarrow.compute as pc
 
-        columns = analysis.documents(["document", "reason", "n_tokens", "n_unseen", "dropped"])
+        columns = analysis.documents(["document", "reason", "n_tokens", "n_unseen", "dropped", "far"])
         number, n_seen = columns["document"].to_numpy(), columns["n_tokens"].to_numpy() - columns["n_unseen"].to_numpy()
         scored = pc.equal(columns["reason"], "").to_numpy()
         compared = np.flatnonzero(scored & (n_seen > 0))
@@ -103,6 +105,7 @@ class Sample:
             int(seen.sum()),
             float(np.median(seen)),
             int(columns["dropped"].to_numpy()[compared].sum()),
+            int(columns["far"].to_numpy()[compared].sum()),
         )
         return cls(corpus, tuple(keys[i] for i in place), ptr, document[order], value[order])
 

@@ -132,9 +132,9 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     about = {}
     for key in ("score_rule", "dtype", "licence", "host", "recommended", "alert_set"):
         # A pack can be open with another of its sets in force than its manifest recommends.
-        pair = [pack.alert_set if key == "alert_set" else pack.manifest.get(key) for pack in (a, b)]
-        if pair[0] != pair[1]:
-            about[key] = pair
+        said = [pack.alert_set if key == "alert_set" else pack.manifest.get(key) for pack in (a, b)]
+        if said[0] != said[1]:
+            about[key] = said
     return PackDiff(
         (a.name, b.name),
         [concept for concept in number_in_a if concept not in number_in_b],

@@ -94,6 +94,9 @@ def test_a_comparison_is_shown_with_its_own_rows(tmp_path, by):
     for i, row in enumerate(comparison.differing):
         assert cells[6 * i : 6 * i + 3] == [row.name, f"{row.mean_a:.3%}", f"{row.mean_b:.3%}"]
         assert cells[6 * i + 4 : 6 * i + 6] == [f"{row.cliffs_delta:+.2f}", f"{row.q:.2g}"]
-    assert repr(comparison).endswith("2 of 2 differ)") and "60 documents, 120 tokens" in page.text
+    assert (
+        repr(comparison).endswith("2 of 2 differ)")
+        and "60 documents compared, 0 left out; 120 seen tokens" in page.text
+    )
     same = compare(Analysis.open(tmp_path / "before"), Analysis.open(tmp_path / "before"), by=by)
     assert "0 of 2 concepts differ" in read(same._repr_html_()).text and not read(same._repr_html_()).of("td")

@@ -27,6 +27,7 @@ from probemon.offline.analyze import analyze
 from probemon.offline.compare import _check_same, compare
 from probemon.offline.document_samples import Sample, resampled
 from probemon.offline.significance import benjamini_hochberg, mann_whitney
+from static_page import read
 
 # c0 > c1 > c3, c0 > c2 > c4, c5 below both c1 and c2, c6 and c7 alone; c7 is nowhere over the floor.
 PARENTS = [[], [0], [0], [1], [2], [1, 2], [], []]
@@ -48,8 +49,8 @@ def corpus(seed, n=40, plant=()):
     return seen, rng.binomial(seen[:, None], rate)
 
 
-def write(path, seen, counts, bad=(), **changes):
-    """An analysis with these numbers. `bad`: documents that were not scored."""
+def write(path, seen, counts, bad=(), far=0, **changes):
+    """An analysis with these numbers. `bad`: documents that were not scored; `far`: further far tokens of each."""
     n, ids = len(seen), [f"c{i}" for i in range(len(PARENTS))]
     document, concept = np.nonzero(counts)
 
@@ -73,7 +74,7 @@ def write(path, seen, counts, bad=(), **changes):
             "n_tokens": [int(seen[i]) + (i % 3) for i in range(n)],
             "n_unseen": [i % 3 for i in range(n)],
             "n_rows": counts.sum(axis=1),
-            **{name: [i % 2 for i in range(n)] for name in COUNTED},
+            **{name: [i % 2 + far * (name == "far") for i in range(n)] for name in COUNTED},
             "text": [None] * n,
         },
         "summary": {
@@ -393,7 +394,7 @@ def test_documents_that_show_nothing_are_left_out_and_counted(both, tmp_path):
         one.a.n_unseen,
     ) == (40, 0, 0)
     assert other.a.n_tokens == one.a.n_tokens == corpus(1)[0].sum() and one.a.median_tokens == np.median(corpus(1)[0])
-    assert one.a.n_dropped == 20 and one.b.n_dropped == 15
+    assert one.a.n_dropped == one.a.n_far == 20 and one.b.n_dropped == one.b.n_far == 15
 
 
 def test_a_concept_of_one_corpus_alone_has_no_ratio(tmp_path):
@@ -588,6 +589,16 @@ def test_the_table_lists_each_direction_with_its_paths(both):
     assert "20 times in A and 15 times in B" in text
     exchanged = run(both[1].directory, both[0].directory, "--rows", 1)
     assert f"more in A: {len(up)}, the largest 1 effects" in exchanged and "more in B" not in exchanged
+
+
+def test_it_says_what_was_left_out_and_which_corpus_is_unlike_the_calibration(both, tmp_path):
+    seen, counts = corpus(1)
+    odd = write(tmp_path / "odd", seen, counts, bad=(3,), far=1)
+    n_seen, n_far = int(np.delete(seen, 3).sum()), sum(i % 2 + 1 for i in range(40) if i != 3)
+    text = run(odd.directory, both[1].directory)
+    assert f"{odd.directory}: 39 of 40 documents compared (left out: 1 bad), {n_seen} seen tokens" in text
+    assert f"caution: in A {n_far} of {n_seen} tokens" in text and "caution: in B" not in text
+    assert f"Caution: in A {n_far} of {n_seen} tokens" in read(compare(odd, both[1])._repr_html_()).text
 
 
 def test_where_nothing_differs_it_says_so(both):

@@ -16,7 +16,7 @@ from bench.timing import summary
 from cascade_profile.world import PASSAGE
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.monitor.overhead import overhead
+from probemon.monitor.overhead import overhead, ratio_interval_pct
 from probemon.monitor.stream import encode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,9 @@ PROMPT = "Tell me about whales and the ships that hunted them."
 
 
 def measure(n_pairs: int) -> dict[str, Any]:
-    """Rows, and the larger overhead of the two packs as claims, in per cent of the bare host's median."""
+    """Rows, and the larger overhead of the two packs as claims, in per cent of the bare host's median, each with its
+    95 % interval: `(value, low, high)`.
+    """
     model, tokenizer = load_bundled()
     inputs = encode(tokenizer, [{"role": "user", "content": PROMPT}])
     document = tokenizer(PASSAGE, return_tensors="pt").input_ids
@@ -41,7 +43,7 @@ def measure(n_pairs: int) -> dict[str, Any]:
             "strategy": manager.strategy.why,
         }
         cost = overhead(manager, model, inputs, n_pairs=n_pairs)
-        decode.append(cost.overhead_pct)
+        decode.append((cost.overhead_pct, *cost.interval_pct))
         rows.append(
             {
                 "part": "decode",
@@ -51,12 +53,14 @@ def measure(n_pairs: int) -> dict[str, Any]:
                 "watched_ms": cost.watched_ms,
                 "hooks_ms": cost.monitor_ms,
                 "overhead_pct": round(cost.overhead_pct, 2),
+                "interval_pct": [round(end, 2) for end in cost.interval_pct],
                 "n": cost.n_steps,
             }
         )
         bare, watched, inside = _prefill(manager, model, document, n_pairs)
         pct = 100 * (statistics.median(watched) / statistics.median(bare) - 1)
-        prefill.append(pct)
+        interval = ratio_interval_pct([[time] for time in bare], [[time] for time in watched])
+        prefill.append((pct, *interval))
         rows.append(
             {
                 "part": "prefill",
@@ -67,6 +71,7 @@ def measure(n_pairs: int) -> dict[str, Any]:
                 "watched_ms": statistics.median(watched) * 1e3,
                 "hooks_ms": statistics.median(inside) * 1e3,
                 "overhead_pct": round(pct, 2),
+                "interval_pct": [round(end, 2) for end in interval],
                 **summary(watched),
             }
         )

@@ -34,21 +34,22 @@ def claims(found: dict[str, Any]) -> list[str]:
     for name, claim in found["claims"].items():
         unit = UNITS.get(name, "x")
         bar = f"at {claim['kind']} {claim['bar']:g}{unit}"
-        lines.append(
-            f"| {WORDS[name]} | {claim['value']:.2f}{unit} | {bar}{'' if claim['holds'] else ', **missed**'} |"
-        )
+        judged = {True: "", False: ", **missed**", None: ", cannot be told"}[claim["holds"]]
+        between = f" ({claim['low']:.2f} to {claim['high']:.2f})" if "low" in claim else ""
+        lines.append(f"| {WORDS[name]} | {claim['value']:.2f}{unit}{between} | {bar}{judged} |")
     return lines
 
 
 def host(found: dict[str, Any]) -> list[str]:
     """Bare against watched, by pack."""
-    lines = ["| pack | what | bare | watched | added | inside our hooks |", "|---|---|---|---|---|---|"]
+    lines = ["| pack | what | bare | watched | added (95 % interval) | inside our hooks |", "|---|---|---|---|---|---|"]
     for row in found["rows"]:
         if "overhead_pct" in row:
             what = "a decode step" if row["part"] == "decode" else f"prefill of {row['n_tokens']} tokens"
+            low, high = row["interval_pct"]
             lines.append(
                 f"| `{row['pack']}` | {what} | {row['host_ms']:.1f} ms | {row['watched_ms']:.1f} ms |"
-                f" {row['overhead_pct']:+.1f} % | {row['hooks_ms']:.2f} ms |"
+                f" {row['overhead_pct']:+.1f} % ({low:+.1f} to {high:+.1f}) | {row['hooks_ms']:.2f} ms |"
             )
     return lines
 

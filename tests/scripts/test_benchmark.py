@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import benchmark
 import eviction
 from bench import gpu, scoring
 from bench.scoring import Cell, WrongScores
+from probemon.monitor.overhead import ratio_interval_pct
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Cell(32, "bfloat16", 2, 8)
@@ -69,16 +71,29 @@ def test_the_floor_reads_every_byte_of_a_set():
 
 
 @pytest.mark.parametrize(
-    "name, value, holds",
+    "name, value, interval, holds",
     [
-        ("score_vs_floor", 2.0, True),
-        ("score_vs_floor", 2.01, False),
-        ("step_vs_slow_twin", 24.9, False),
-        ("step_vs_slow_twin", 25.0, True),
+        ("score_vs_floor", 2.0, None, True),
+        ("score_vs_floor", 2.01, None, False),
+        ("step_vs_slow_twin", 24.9, None, False),
+        ("step_vs_slow_twin", 25.0, None, True),
+        ("decode_overhead_pct", 1.5, (-0.5, 1.9), True),
+        ("decode_overhead_pct", 1.5, (-0.5, 2.1), None),
+        ("decode_overhead_pct", 2.5, (2.1, 3.0), False),
     ],
 )
-def test_claims_are_judged_by_their_bars(name, value, holds):
-    assert benchmark._claim(value, *benchmark.BARS[name])["holds"] is holds
+def test_claims_are_judged_by_their_bars(name, value, interval, holds):
+    assert benchmark._claim(value, interval, *benchmark.BARS[name])["holds"] is holds
+
+
+def test_the_interval_of_an_overhead_covers_it_as_often_as_it_says():
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):  # a machine whose speed wanders from turn to turn; watched, all takes 3 % more
+        speed = 1 + 0.05 * rng.random((40, 1))
+        bare, watched = (factor * speed * (1 + 0.1 * rng.exponential(size=(40, 5))) for factor in (1, 1.03))
+        low, high = ratio_interval_pct(bare, watched)
+        covered += low <= 3 <= high
+    assert 180 <= covered <= 199
 
 
 def test_eviction_policies_on_a_trace_worked_by_hand():

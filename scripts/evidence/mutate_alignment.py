@@ -4,7 +4,7 @@
 
 Each mutation is applied to a copy of the package; the attribution tests must then fail. A mutation that survives
 ends the script with status 1. What FILE says of mutations caught at the same commit is kept, so a run goes on where it
-ended.
+ended; what caught one at another commit is asked first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,7 @@ FIRST = {
 }
 # Slow ones, run where those above notice nothing: compiled hosts, and steps on a device (in Triton's interpreter here).
 SLOW = ["tests/tracking/test_attach.py", "tests/engine/test_device_step.py"]
+QUICK, COMPILED = "not compil", "compil or test_device_step"
 # (file, the line as it is, the line broken, what it breaks)
 MUTATIONS = [
     (
@@ -591,10 +593,9 @@ def main() -> int:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         known = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.is_file() else {}
-        before_now = {
-            one["what"]: one for one in known.get("mutations", []) if one["caught_by"] and known["commit"] == commit()
-        }
-        if failed(copy, TESTS) or failed(copy, SLOW):
+        caught_before = {one["what"]: one for one in known.get("mutations", []) if one["caught_by"]}
+        before_now = caught_before if known.get("commit") == commit() else {}
+        if failed(copy, TESTS, QUICK) or failed(copy, SLOW, COMPILED):
             print("the tests fail without any mutation", file=sys.stderr)
             return 2
         caught = []
@@ -606,11 +607,11 @@ def main() -> int:
                 return 2
             if what not in before_now:
                 path.write_text(text.replace(before, after))
-                before_now[what] = {
-                    "file": file,
-                    "what": what,
-                    "caught_by": failed(copy, first(file)) or failed(copy, SLOW),
-                }
+                likely = caught_before.get(what, {"caught_by": ""})["caught_by"].partition("[")[0]
+                caught_by = failed(copy, [likely]) if re.fullmatch(r"tests/\S+::\w+", likely) else ""
+                if "::" not in caught_by:  # a test that is not there any more fails as well
+                    caught_by = failed(copy, first(file), QUICK) or failed(copy, SLOW, COMPILED)
+                before_now[what] = {"file": file, "what": what, "caught_by": caught_by}
                 path.write_text(text)
             caught.append(before_now[what])
             report = {
@@ -631,8 +632,8 @@ def first(file: str) -> list[str]:
     return sorted(TESTS, key=lambda test: not test.endswith(likely))
 
 
-def failed(copy: Path, tests: list[str]) -> str:
-    """The first test that fails in the copy, or an empty string."""
+def failed(copy: Path, tests: list[str], chosen: str = "") -> str:
+    """The first test that fails in the copy, of those that pytest's -k chooses, or an empty string."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy),
@@ -652,8 +653,7 @@ def failed(copy: Path, tests: list[str]) -> str:
         *at_most,
         "-p",
         "no:cacheprovider",
-        "-k",
-        "not compil" if tests is not SLOW else "compil or test_device_step",
+        *(("-k", chosen) if chosen else ()),
         *tests,
     ]
     try:

@@ -93,7 +93,7 @@ class FarStates:
         if not self._on_cpu:  # to look for those near the limit is to wait for the device
             return self._familiar.far(states)
         # numpy from here on: on few states its calls cost a third of torch's.
-        x, products = states.numpy(), self._products(states).numpy()
+        x, products = states.numpy(), torch.addmm(self._shift, states, self._matrix).numpy()
         along, square = products[:, :-1], np.einsum("nd,nd->n", x, x)
         with np.errstate(invalid="ignore"):  # what is no number is not over the limit
             squared_distance = square - 2 * products[:, -1] + self._square
@@ -104,9 +104,3 @@ class FarStates:
         if near.any():
             far[near] = self._familiar.far(states[torch.from_numpy(near)]).numpy() > 0
         return torch.from_numpy(far.astype(np.int64))
-
-    def _products(self, states: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):  # the caller's, which would round them to bf16
-            with torch.autocast("cpu", enabled=False):
-                return torch.addmm(self._shift, states, self._matrix)
-        return torch.addmm(self._shift, states, self._matrix)

@@ -9,6 +9,7 @@ everything = scorer.score_all(hidden)                 # fp32 [T, P]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -231,10 +232,12 @@ class Scorer:
 
     def _far(self, hidden: Mapping[str, Tensor]) -> Tensor | None:
         """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says."""
-        far = [
-            far_states(prepare_input(hidden[spec.site].to(self.device), spec, torch.float32))
-            for spec, far_states in self._familiar
-        ]
+        under = torch.is_autocast_enabled(self.device.type)  # the caller's, which would round a product to its dtype
+        with torch.autocast(self.device.type, enabled=False) if under else nullcontext():
+            far = [
+                far_states(prepare_input(hidden[spec.site].to(self.device), spec, torch.float32))
+                for spec, far_states in self._familiar
+            ]
         return None if not far else far[0] if len(far) == 1 else torch.stack(far).amax(0)
 
     def _audited(self, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:

@@ -127,7 +127,8 @@ class Examples:
 
     def extended(self, more: Iterable[Example]) -> Examples:
         """Return these and more examples of the same concepts, with all that follows from the hierarchy."""
-        closed = (_closed(example, self.concepts, self.above, exclusive=False) for example in more)
+        follows = _follows(self.above)
+        closed = (_closed(example, self.concepts, follows, exclusive=False) for example in more)
         return replace(self, texts=(*self.texts, *closed))
 
 
@@ -178,7 +179,8 @@ def read_examples(
         )
     if labelled and not exclusive:
         _check_known(texts)
-    closed = tuple(_closed(example, concepts, above, exclusive) for example in texts)
+    follows = _follows(above)
+    closed = tuple(_closed(example, concepts, follows, exclusive) for example in texts)
     _check_of_concepts(closed)
     return Examples(concepts, above, closed)
 
@@ -204,7 +206,10 @@ def _above(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
 
 
 def _closed(
-    example: Example, concepts: Mapping[str, Concept], above: Mapping[str, frozenset[str]], exclusive: bool
+    example: Example,
+    concepts: Mapping[str, Concept],
+    follows: Mapping[bool, Mapping[str, Sequence[str]]],
+    exclusive: bool,
 ) -> Example:
     """Return an example with all that follows from what it says: what is above a concept is there with it, what is
     below one is absent with it, and where it is of one concept alone, so are those beside that.
@@ -212,11 +217,11 @@ def _closed(
     spans = tuple(
         Span(span.start, span.end, id, span.positive)
         for span in example.spans
-        for id in _follows(span.concept, span.positive, above)
+        for id in follows[span.positive][span.concept]
     )
     labels: dict[str, bool] = {}
     for id, known in example.labels.items():
-        for other in _follows(id, known, above):
+        for other in follows[known][id]:
             if labels.setdefault(other, known) != known:
                 raise TrainingError(
                     f"{example.where}: {other!r} is there and absent at once, by {id!r} and what is above or below it"
@@ -235,14 +240,22 @@ def _closed(
         }
     for id in concepts:
         if id in beside and id not in there:
-            for other in _follows(id, False, above):
+            for other in follows[False][id]:
                 if other not in there:
                     labels.setdefault(other, False)
     return replace(example, labels=labels, spans=spans)
 
 
-def _follows(id: str, known: bool, above: Mapping[str, frozenset[str]]) -> list[str]:
-    return [id, *sorted(above[id] if known else (other for other in above if id in above[other]))]
+def _follows(above: Mapping[str, frozenset[str]]) -> dict[bool, dict[str, list[str]]]:
+    """Return what is there with each concept (True: it and what is above it), and what is absent with it (False)."""
+    below: dict[str, list[str]] = {id: [] for id in above}
+    for id, ancestors in above.items():
+        for ancestor in ancestors:
+            below[ancestor].append(id)
+    return {
+        True: {id: [id, *sorted(ancestors)] for id, ancestors in above.items()},
+        False: {id: [id, *sorted(descendants)] for id, descendants in below.items()},
+    }
 
 
 def _check_known(texts: Sequence[Example]) -> None:

@@ -24,6 +24,7 @@ from transformers import Cache
 from probemon.bem.config import BemConfig
 from probemon.bem.controller import Controller
 from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks
+from probemon.bem.form_governance import FormGovernor
 from probemon.bem.governance import Governor
 from probemon.bem.host_hooks import HostHooks, Steered
 from probemon.bem.int8 import make_int8
@@ -35,7 +36,7 @@ from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHo
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
 from probemon.host.internals import cache_layers, keys_and_values
-from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, unwrap
+from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, text_config, unwrap
 
 
 def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
@@ -104,10 +105,11 @@ class Bem(nn.Module):
             # In a fork: what is sampled afterwards is the same as without an adapter.
             torch.default_generator.manual_seed(config.seed)
             self.controller = Controller(hidden_size(host), config).to(devices[0], torch.float32)
-            self.updates = make_updates(self.sites, config)
+            self.updates = make_updates(self.sites, config, getattr(text_config(host), "num_attention_heads", None))
         self.controller.checkpointed, self.controller.fused = checkpoint_controller, self.impl == "triton"
         self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
-        self.governor = Governor(config, self.sites, self.updates)
+        governor = Governor if config.form == "low_rank" else FormGovernor
+        self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
         self.steered = Steered()
         self._states, self._stack = States(), ExitStack()
         self._hooks: HostHooks | None = None  # while it is attached

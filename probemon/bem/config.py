@@ -19,6 +19,8 @@ from probemon.errors import ConfigError
 LEVELS = ("prefix", "chunk", "token")
 POLICIES = ("position", "auto", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
+FORMS = ("low_rank", "head_groups", "rank_mask", "kronecker", "film")
+_OF_FORM = {"groups": "head_groups", "active": "rank_mask", "hadamard": "rank_mask", "terms": "kronecker"}
 MAX_NORM = 256.0  # of any code: the largest that its statistics can count
 # Keys and values are never computed again, and queries meet them at every later token: these sites take chunk codes
 # alone.
@@ -29,7 +31,15 @@ CHUNK_KINDS = ("q", "k", "v")
 class BemConfig:
     """Settings of one adapter; every default is that of the source where it states one. Raises `ConfigError`.
 
-    `rank` r, `alpha`: an update is `alpha / rank * U diag(c) V^T`.
+    `form`: what a code c makes of a site, one of `FORMS` (`probemon.bem.forms`): "low_rank" is
+    `alpha / rank * U diag(c) V^T`.
+    `rank` r: of "low_rank", of each group of "head_groups", of all components of "rank_mask"; of "film" the length of
+    the code.
+    `alpha`: the scale of an update is alpha over its rank, or over the number of its terms.
+    `groups`: of heads, of "head_groups".
+    `active`: how many of r components "rank_mask" keeps; `hadamard`: it rotates them.
+    `terms`: of "kronecker".
+    `bound`: of what "film" may stretch an output by, and move it.
     `sites`: kinds of linear layers. Queries, keys and values always take chunk codes.
     `layers`: host layers whose sites are updated; None: all from `read_layer` on.
     `read_layer`: the layer whose input the controller reads.
@@ -50,6 +60,7 @@ class BemConfig:
     `seed`: of the parameters at the start.
     """
 
+    form: str = "low_rank"
     rank: int = 8
     alpha: float = 16.0
     sites: tuple[str, ...] = ("o", "down")
@@ -67,12 +78,22 @@ class BemConfig:
     trust_region: float | None = None
     dropout: float = 0.0
     sparse_eps: float | None = None
+    groups: int | None = None
+    active: int | None = None
+    hadamard: bool = False
+    terms: int | None = None
+    bound: float = 0.1
     seed: int = 0
 
     @property
     def scale(self) -> float:
-        """s of `s * ((x V) * c) U^T`."""
-        return self.alpha / self.rank
+        """s of `s * ((x V) * c) U^T`, and of the like in other forms."""
+        return self.alpha / (self.terms or self.rank)
+
+    @property
+    def code_size(self) -> int:
+        """How many numbers a code has."""
+        return self.groups or self.terms or self.rank
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -116,6 +137,7 @@ class BemConfig:
         if self.sparse_eps is not None:
             remedy = "give 0 or more, or None to compute all"
             check_number("sparse_eps", self.sparse_eps, low=0, high=LARGEST, remedy=remedy)
+        self._check_form()
         fine = _is_tuple_of_different(self.sites, lambda kind: kind in KINDS)
         self._check("sites", fine, f"give a tuple of some of {', '.join(KINDS)}, each once")
         self._check("level", self.level in POLICIES, f"give one of {', '.join(POLICIES)}")
@@ -137,6 +159,25 @@ class BemConfig:
             raise ConfigError(
                 f"level {self.level!r} with sites {', '.join(self.sites)} alone: these take chunk codes. Add 'o' or"
                 " 'down', or use level='chunk'"
+            )
+
+    def _check_form(self) -> None:
+        self._check("form", self.form in FORMS, f"give one of {', '.join(FORMS)}")
+        for name, form in _OF_FORM.items():
+            value = getattr(self, name)
+            if self.form != form:
+                self._check(name, not value, f"it is a setting of form={form!r}, and this is {self.form!r}")
+            elif name != "hadamard":
+                most = self.rank if name == "active" else 4096
+                self._check(name, is_int(value) and 1 <= value <= most, f"give 1 to {most}")
+        self._check("hadamard", isinstance(self.hadamard, bool), "give True or False")
+        self._check("rank", not self.hadamard or not self.rank & (self.rank - 1), "hadamard needs a power of two")
+        remedy = "give a number over 0, at most 1"
+        check_number("bound", self.bound, low=0, high=1, open_low=True, remedy=remedy)
+        if self.form == "head_groups" and self.sites != ("o",):
+            raise ConfigError(
+                f"sites is {self.sites!r} of form='head_groups', which takes the input of an attention output by its"
+                " heads: give ('o',)"
             )
 
     def _check(self, name: str, fine: bool, remedy: str) -> None:

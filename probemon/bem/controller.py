@@ -130,7 +130,7 @@ class Controller(nn.Module):
     def __init__(self, hidden_size: int, config: BemConfig) -> None:
         super().__init__()
         self.config = config
-        width, rank, levels = config.width, config.rank, config.levels
+        width, rank, levels = config.width, config.code_size, config.levels
         self.norm = nn.LayerNorm(hidden_size, **_FP32)
         self.project = nn.Linear(hidden_size, width, **_FP32)
         self.query = nn.Parameter(torch.zeros(width, **_FP32))  # at first, the mean
@@ -226,7 +226,7 @@ class Controller(nn.Module):
             n = state.carry.n
         else:
             n = state.history()[1].sum(dim=1) if state.n_columns else real.new_zeros(len(real), dtype=torch.int64)
-        ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.rank)
+        ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.code_size)
         prefix, chunk, token = (None if router is None else ones for router in (self.prefix, self.chunk, self.token))
         confidence = torch.where(real, self.query.new_tensor(math.nan), 0.0)
         return self._codes(prefix, chunk, token, confidence, n, real, state.level, real.clone())
@@ -275,7 +275,7 @@ class Controller(nn.Module):
         width, size, device = self.config.width, self.config.chunk_tokens, self.query.device
         confidence = self._confidence(self.default_confidence)
         if self.default_code is None:
-            code = self.query.new_zeros(self.config.rank)
+            code = self.query.new_zeros(self.config.code_size)
         else:
             code = self._clamp(self.default_code) * confidence
         return Carry(

@@ -155,6 +155,8 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
     without a weight of its own to add to; `BemError` where the adapter is off.
     """
     check_learnable(bem)
+    if bem.config.form != "low_rank":
+        raise ConfigError(f"this adapter's form is {bem.config.form!r}, and what is nearest is known of low_rank alone")
     if bem.config.sparse_eps:
         raise ConfigError(
             f"sparse_eps is {bem.config.sparse_eps}: tokens that are left out have no update, and no static one leaves"

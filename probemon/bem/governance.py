@@ -21,7 +21,7 @@ capped adapter has a large U, full-size updates have small codes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -164,14 +164,9 @@ class Governor:
         return sigma.where(total.isfinite(), math.nan), total.sqrt() / self._weights_norm()
 
     def _weights_norm(self) -> float:
-        """The Frobenius norm of the host's weights at all sites together, computed once."""
+        """Of all sites, computed once."""
         if self._host_norm is None:
-            weights = [getattr(site.module, "weight", None) for site in self._updates]
-            squares = [
-                float(weight.detach().to(torch.float32).square().sum()) if isinstance(weight, Tensor) else math.nan
-                for weight in weights
-            ]
-            self._host_norm = math.sqrt(sum(squares))
+            self._host_norm = weights_norm(self._updates)
         return self._host_norm
 
     def apply(self, codes: Mapping[bool, Tensor]) -> dict[str, Tensor]:
@@ -256,6 +251,16 @@ class Governor:
         scales = codes.new_ones(len(r_u), len(codes))
         scales[:, rows] = unique_scales[inverse].T
         return scales
+
+
+def weights_norm(sites: Iterable[Site]) -> float:
+    """Return the Frobenius norm of the host's weights at all sites together; NaN where a site has none of its own."""
+    weights = [getattr(site.module, "weight", None) for site in sites]
+    squares = [
+        float(weight.detach().to(torch.float32).square().sum()) if isinstance(weight, Tensor) else math.nan
+        for weight in weights
+    ]
+    return math.sqrt(sum(squares))
 
 
 def decorrelation(codes: Tensor, real: Tensor) -> Tensor:

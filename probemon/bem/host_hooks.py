@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from probemon.bem.controller import Codes
+from probemon.bem.forms.form import Form
+from probemon.bem.forms.make import steer
 from probemon.bem.sites import Site, SiteUpdate
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import generated_update
@@ -123,7 +125,7 @@ class HostHooks:
         stack.callback(OWN.pop, decoder, None)
         stack.callback(decoder.register_forward_hook(_hook(self._close_forward)).remove)
         for site in bem.sites:
-            steer = partial(self._steer, site, cast(SiteUpdate, bem.updates[site.key]))
+            steer = partial(self._steer, site, cast(SiteUpdate | Form, bem.updates[site.key]))
             stack.callback(site.module.register_forward_hook(_hook(steer), with_kwargs=True).remove)
         read_layer = self._layers[bem.config.read_layer]
         stack.callback(read_layer.register_forward_pre_hook(_hook(self._run_controller), with_kwargs=True).remove)
@@ -298,7 +300,7 @@ class HostHooks:
     def _steer(
         self,
         site: Site,
-        update: SiteUpdate,
+        update: SiteUpdate | Form,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -324,16 +326,20 @@ class HostHooks:
         with_routing = isinstance(output, tuple)  # of some mixtures of experts
         base = output[0] if with_routing else output
         with _own_precision(x.device):
-            steered = generated_update(
-                x,
-                update.V,
-                update.U,
-                code,
-                config.scale,
-                base=base.reshape(-1, site.n_out),
-                eps=_ZEROS if forward.sparse else None,
-                impl=self._bem.impl,
-            ).view(base.shape)
+            flat = base.reshape(-1, site.n_out)
+            if isinstance(update, Form):
+                steered = steer(update, x, code, flat).view(base.shape)
+            else:
+                steered = generated_update(
+                    x,
+                    update.V,
+                    update.U,
+                    code,
+                    config.scale,
+                    base=flat,
+                    eps=_ZEROS if forward.sparse else None,
+                    impl=self._bem.impl,
+                ).view(base.shape)
         forward.reached.add(site)
         return (steered, *output[1:]) if with_routing else steered
 

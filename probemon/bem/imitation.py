@@ -72,7 +72,7 @@ def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
 def check_experts(bem: Bem, batch: Batch) -> None:
     """Raise `ConfigError` unless a batch has codes of the right shape, within the reach of a code."""
     (n_rows, n_columns), experts = host_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
-    rank, most = bem.config.rank, bem.config.max_norm
+    rank, most = bem.config.code_size, bem.config.max_norm
     if not isinstance(experts, Tensor) or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
         if isinstance(experts, Tensor):
             problem = f"shape {tuple(experts.shape)}"

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
 from probemon.bem.controller import Codes
+from probemon.bem.forms.form import Form
 from probemon.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.bem.sites import SiteUpdate
 from probemon.core.checks import check_number
@@ -144,12 +145,17 @@ def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
 
 
 def update_norm(bem: Bem, taken: Mapping[bool, Tensor], real: Tensor) -> Tensor:
-    """Mean over real tokens of `sqrt(sum over sites |s U diag(c) V^T|^2)`, with gradients to codes, U and V; `taken` as
-    `codes_taken` gives it.
+    """Mean over real tokens of `sqrt(sum over sites |s U diag(c) V^T|^2)`, or of what another form makes of c, with
+    gradients to codes and parameters; `taken` as `codes_taken` gives it.
     """
     total = torch.zeros(int(real.sum()), dtype=torch.float32, device=real.device)
     for chunked, codes in taken.items():
-        updates = [cast(SiteUpdate, bem.updates[site.key]) for site in bem.sites if site.chunked == chunked]
+        of_group = [bem.updates[site.key] for site in bem.sites if site.chunked == chunked]
+        if bem.config.form != "low_rank":
+            for form in of_group:
+                total = total + cast(Form, form).frobenius(codes[real]).square().to(total.device)
+            continue
+        updates = [cast(SiteUpdate, update) for update in of_group]
         grams = torch.stack([gram(update.U, update.V, bem.config.scale).to(codes.device) for update in updates])
         total = total + frobenius_squared(codes[real].to(grams.dtype), grams).sum(dim=-1)
     return (total + _TINY).sqrt().mean()  # at U = 0 the root alone has no gradient

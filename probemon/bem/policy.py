@@ -139,10 +139,10 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
 
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it first")
-    if isinstance(policy, Categorical) and policy.experts.shape[1] != bem.config.rank:
+    if isinstance(policy, Categorical) and policy.experts.shape[1] != bem.config.code_size:
         raise ConfigError(
-            f"experts have shape {tuple(policy.experts.shape)}, and this adapter's codes have rank {bem.config.rank}:"
-            f" give [K, {bem.config.rank}]"
+            f"experts have shape {tuple(policy.experts.shape)}, and this adapter's codes have {bem.config.code_size}"
+            f" numbers: give [K, {bem.config.code_size}]"
         )
     with hooked_codes(bem, act):
         yield recorded

@@ -2,6 +2,7 @@
 
     sites = find_sites(model, config)            # [Site(name="down.3", kind="down", layer=3, module=...), ...]
     updates = make_updates(sites, config)        # nn.ModuleDict: "down_3" -> SiteUpdate with V [in, r], U [out, r]
+                                                 # of another form: its `Form`
 
 A mixture-of-experts block keeps its experts in one tensor and has no linear layer of its own to update. There the site
 "down" is the whole block, from its input to its output: such an update cannot be merged into weights.
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from probemon.bem.config import CHUNK_KINDS, BemConfig
+from probemon.bem.forms.make import make_form
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.model import find_layers, hidden_size, site_module
 
@@ -93,12 +95,18 @@ def _site(layers: nn.ModuleList, kind: str, layer: int, width: int) -> Site:
     )
 
 
-def make_updates(sites: Sequence[Site], config: BemConfig) -> nn.ModuleDict:
-    """Make fresh parameters, each on the device of its site; the same for the same `config.seed`."""
+def make_updates(sites: Sequence[Site], config: BemConfig, n_heads: int | None = None) -> nn.ModuleDict:
+    """Make fresh parameters, each on the device of its site; the same for the same `config.seed`. `n_heads`: of the
+    host's queries. Raises `ConfigError` where a form does not fit a site.
+    """
     generator = torch.Generator().manual_seed(config.seed)
-    return nn.ModuleDict(
-        {site.key: SiteUpdate(site, config.rank, generator).to(device_of(site.module)) for site in sites}
-    )
+
+    def update(site: Site) -> nn.Module:
+        if config.form == "low_rank":
+            return SiteUpdate(site, config.rank, generator)
+        return make_form(config, site.n_in, site.n_out, n_heads, generator)
+
+    return nn.ModuleDict({site.key: update(site).to(device_of(site.module)) for site in sites})
 
 
 def device_of(module: nn.Module) -> torch.device:

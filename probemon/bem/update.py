@@ -107,6 +107,12 @@ def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -
 
     Any other is taken as it is. Raises `ConfigError`, `KernelUnavailable` for one that cannot run; "auto" always can.
     """
+    if config.form != "low_rank":
+        only = f"updates of form {config.form!r} have no kernel"
+        if impl == "triton":
+            raise ConfigError(f"{only}: use impl='reference' or 'auto'")
+        if impl == "auto":
+            return "reference", only
     too_large = config.rank > MOST_RANK or config.width > MOST_WIDTH
     sizes = (
         f"the kernels have ranks to {MOST_RANK} and widths to {MOST_WIDTH}, this adapter has rank {config.rank} and"

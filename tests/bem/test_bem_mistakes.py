@@ -322,7 +322,7 @@ def test_rewards_policies_and_baselines_that_are_none_are_told():
                 lambda batch, output: [1.0],
                 Categorical(torch.eye(4)),
                 {},
-                r"experts have shape \(4, 4\), and this adapter's codes have rank 3",
+                r"experts have shape \(4, 4\), and this adapter's codes have 3 numbers",
             ),
             (lambda batch, output: None, Gaussian(), {}, "the reward gave None"),
             (lambda batch, output: ["a"], Gaussian(), {}, r"the reward gave \['a'\]"),

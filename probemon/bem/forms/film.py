@@ -26,10 +26,12 @@ class Film(Form):
         self.bias = last_factor(2 * n_out)
         self.register_buffer("n_not_finite", torch.zeros((), dtype=torch.int64), persistent=False)
 
-    def forward(self, x: Tensor, codes: Tensor, base: Tensor) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor, base: Tensor, share: Tensor | None = None) -> Tensor:
         """As of `Form`; x is not read."""
         finite = codes.isfinite().all(dim=-1, keepdim=True)
         gamma, beta = self.gamma_beta(codes.where(finite, 0.0))
+        if share is not None:
+            gamma, beta = gamma * share, beta * share
         self.n_not_finite += (~finite).sum()  # type: ignore[operator]
         # Added to the output, not multiplied into it: of zeros nothing is rounded.
         return torch.where(finite, base + (gamma * base + beta), base)
@@ -44,6 +46,10 @@ class Film(Form):
         """As of `Form`, of the matrix `diag(gamma - 1)`; beta is bounded by itself."""
         gamma, _ = self.gamma_beta(codes)
         return gamma.abs().amax(dim=-1), gamma.norm(dim=-1)
+
+    def frobenius(self, codes: Tensor) -> Tensor:
+        """As of `Form`."""
+        return self.gamma_beta(codes)[0].norm(dim=-1)
 
     def flops(self, n_tokens: int) -> int:
         """As of `Form`: the head, its biases and tanh, then a product and two sums for each output."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from probemon.bem.forms.form import Form, first_factor, last_factor
+from probemon.bem.forms.form import Form, first_factor, last_factor, norms_of, root
 from probemon.errors import ConfigError
 
 
@@ -29,10 +29,11 @@ class HeadGroups(Form):
         self.V = first_factor(groups, n_in // groups, rank, n_in=n_in // groups, generator=generator)
         self.U = last_factor(groups, n_out, rank)
 
-    def forward(self, x: Tensor, codes: Tensor, base: Tensor) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor, base: Tensor, share: Tensor | None = None) -> Tensor:
         """As of `Form`."""
         parts = x.unflatten(-1, (self.n_codes, -1)).transpose(0, 1)  # [G, M, in / G]
-        weighted = (parts @ self.V) * gates(codes).T[..., None]  # [G, M, r]
+        gate = gates(codes) if share is None else gates(codes) * share
+        weighted = (parts @ self.V) * gate.T[..., None]  # [G, M, r]
         # One product over groups and ranks at once, which adds up what each group gives.
         flat = weighted.transpose(0, 1).flatten(1)
         return torch.addmm(base, flat, self.U.permute(0, 2, 1).flatten(0, 1), alpha=self.scale)
@@ -49,8 +50,12 @@ class HeadGroups(Form):
         r_v = torch.linalg.qr(self.V, mode="r").R  # [G, .., r]
         small = r_u * self.scale * gates(codes).repeat_interleave(self.rank, dim=1)[:, None, :]  # [M, .., G r]
         updates = small @ torch.block_diag(*r_v.unbind()).T
-        values = torch.linalg.svdvals(updates)
-        return values[..., 0], values.square().sum(dim=-1).sqrt()
+        return norms_of(updates)
+
+    def frobenius(self, codes: Tensor) -> Tensor:
+        """As of `Form`: groups write to columns of their own, so their squares add up."""
+        squares = ((self.U.mT @ self.U) * (self.V.mT @ self.V)).sum(dim=(1, 2))  # [G]
+        return self.scale * root(gates(codes).square() @ squares)
 
     def flops(self, n_tokens: int) -> int:
         """As of `Form`."""

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from probemon.bem.forms.form import Form, first_factor, last_factor
+from probemon.bem.forms.form import Form, first_factor, last_factor, root
 from probemon.errors import ConfigError
 
 
@@ -43,8 +43,9 @@ class Kronecker(Form):
         self.A = last_factor(terms, a1, a2)
         self.B = first_factor(terms, b1, b2, n_in=b2, generator=generator)
 
-    def forward(self, x: Tensor, codes: Tensor, base: Tensor) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor, base: Tensor, share: Tensor | None = None) -> Tensor:
         """As of `Form`, from the side that takes fewer operations."""
+        codes = codes if share is None else codes * share
         (_, a2), (_, b2) = self.shapes
         matrix = x.unflatten(-1, (a2, b2))  # [M, a2, b2]
         if self._a_first:
@@ -70,10 +71,14 @@ class Kronecker(Form):
         sigma1(B_k)`, or the Frobenius norm where that is smaller.
         """
         norms = torch.linalg.matrix_norm(self.A, 2) * torch.linalg.matrix_norm(self.B, 2)
-        grams = [torch.einsum("kpa,lpa->kl", factor, factor) for factor in (self.A, self.B)]
-        gram = grams[0] * grams[1]
-        frobenius = self.scale * ((codes @ gram) * codes).sum(dim=-1).clamp(min=0).sqrt()
+        frobenius = self.frobenius(codes)
         return torch.minimum(self.scale * codes.abs() @ norms, frobenius), frobenius
+
+    def frobenius(self, codes: Tensor) -> Tensor:
+        """As of `Form`."""
+        grams = [torch.einsum("kpa,lpa->kl", factor, factor) for factor in (self.A, self.B)]
+        square = ((codes @ (grams[0] * grams[1])) * codes).sum(dim=-1)
+        return self.scale * root(square)
 
     def flops(self, n_tokens: int) -> int:
         """As of `Form`."""

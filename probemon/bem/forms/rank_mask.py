@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from probemon.bem.forms.form import Form, first_factor, last_factor
+from probemon.bem.forms.form import Form, first_factor, last_factor, norms_of, root
 from probemon.errors import ConfigError
 
 
@@ -44,16 +44,18 @@ class RankMask(Form):
         self.V = first_factor(n_in, rank, n_in=n_in, generator=generator)
         self.U = last_factor(n_out, rank)
 
-    def forward(self, x: Tensor, codes: Tensor, base: Tensor) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor, base: Tensor, share: Tensor | None = None) -> Tensor:
         """As of `Form`. Where no gradient is made and all rows have one mask, only its components are computed."""
-        if not torch.is_grad_enabled() and len(codes) and bool((codes == codes[0]).all()):
-            return self._gathered(x, codes[0], base)
-        masked = (x @ self.V) * straight_through(codes, self.active, self.temperature)
+        masks = straight_through(codes, self.active, self.temperature)
+        if not torch.is_grad_enabled() and len(masks) and bool((masks == masks[0]).all()):
+            return self._gathered(x, masks[0], base, share)
+        masked = (x @ self.V) * masks
+        masked = masked if share is None else masked * share
         return torch.addmm(base, self._rotated(masked), self.U.T, alpha=self.scale)
 
-    def _gathered(self, x: Tensor, code: Tensor, base: Tensor) -> Tensor:
-        kept = top_mask(code[None], self.active)[0].nonzero()[:, 0]
-        masked = x @ self.V[:, kept]
+    def _gathered(self, x: Tensor, mask: Tensor, base: Tensor, share: Tensor | None) -> Tensor:
+        kept = mask.nonzero()[:, 0]
+        masked = x @ self.V[:, kept] if share is None else (x @ self.V[:, kept]) * share
         if not self.hadamard:
             return torch.addmm(base, masked, self.U[:, kept].T, alpha=self.scale)
         full = masked.new_zeros(len(x), self.rank).index_copy(1, kept, masked)
@@ -71,9 +73,14 @@ class RankMask(Form):
         """As of `Form`, both exact."""
         u = self._rotated(self.U)  # the transform is its own transpose
         r_u, r_v = (torch.linalg.qr(factor, mode="r").R for factor in (u, self.V))
-        masks = top_mask(codes, self.active)
-        values = torch.linalg.svdvals((self.scale * r_u * masks[:, None, :]) @ r_v.T)
-        return values[..., 0], values.square().sum(dim=-1).sqrt()
+        masks = straight_through(codes, self.active, self.temperature)
+        return norms_of((self.scale * r_u * masks[:, None, :]) @ r_v.T)
+
+    def frobenius(self, codes: Tensor) -> Tensor:
+        """As of `Form`."""
+        u, masks = self._rotated(self.U), straight_through(codes, self.active, self.temperature)
+        square = ((masks @ ((u.T @ u) * (self.V.T @ self.V))) * masks).sum(dim=-1)
+        return self.scale * root(square)
 
     def flops(self, n_tokens: int, *, constant: bool = False) -> int:
         """As of `Form`; `constant`: where one mask holds for all tokens, and its components alone are computed."""
@@ -90,9 +97,10 @@ def top_mask(codes: Tensor, active: int) -> Tensor:
 
 def straight_through(codes: Tensor, active: int, temperature: float) -> Tensor:
     """Return `top_mask` with the gradient of `sigmoid((code - border) / temperature)`, of which half a unit lies at the
-    border between what is kept and what is not (straight-through: Bengio et al. 2013).
+    border between what is kept and what is not (straight-through: Bengio et al. 2013). NaN for a code that is not
+    finite, so that it is seen.
     """
-    mask = top_mask(codes, active)
+    mask = top_mask(codes, active).where(codes.isfinite().all(dim=-1, keepdim=True), math.nan)
     if not codes.requires_grad:
         return mask
     ordered = codes.detach().sort(dim=-1, descending=True).values

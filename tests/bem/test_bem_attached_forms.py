@@ -1,0 +1,236 @@
+"""Every form of an update on a host: what a low-rank one promises holds for all, against dense matrices in fp64."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from bem_oracle import VOCAB, make_host, randomise
+from conftest import PAD
+from probemon.bem import BemConfig, attach_bem
+from probemon.bem.distil import distil
+from probemon.bem.int8 import quantize
+from probemon.bem.losses import codes_taken, update_norm
+from probemon.errors import BemError, ConfigError
+
+COMMON = {"width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8, "ema": 0.7}
+FORMS = {
+    "head_groups": BemConfig(form="head_groups", sites=("o",), groups=2, rank=3, **COMMON),
+    "rank_mask": BemConfig(form="rank_mask", rank=4, active=2, **COMMON),
+    "rank_mask rotated": BemConfig(form="rank_mask", rank=4, active=2, hadamard=True, sites=("v", "o"), **COMMON),
+    "kronecker": BemConfig(form="kronecker", terms=2, sites=("v", "o", "down"), **COMMON),
+    "film": BemConfig(form="film", rank=3, **COMMON),
+}
+LENGTH = 16
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+
+
+def some_ids(rows=1, length=LENGTH, seed=0):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def host():
+    return make_host()
+
+
+@pytest.fixture(params=FORMS)
+def config(request):
+    return FORMS[request.param]
+
+
+def logits(model, ids, **more):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **more).logits
+
+
+def watched_sites(bem):
+    """Inputs and outputs of each site by key, without the adapter and with it, of forwards that follow."""
+    seen = {}
+
+    def before(site):  # the adapter's hook comes after this one, and sees the same output
+        def hook(module, args, output):
+            seen[site.key] = [args[0].detach().clone(), output.detach().clone()]
+
+        return hook
+
+    def after(site):
+        return lambda module, args, output: seen[site.key].append(output.detach().clone())
+
+    firsts = [site.module.register_forward_hook(before(site), prepend=True) for site in bem.sites]
+    lasts = [site.module.register_forward_hook(after(site)) for site in bem.sites]
+    return seen, [*firsts, *lasts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fresh_adapter_leaves_its_host_as_it_is_bit_for_bit_and_learns_from_there(config, dtype):
+    model = make_host().to(dtype)
+    ids = some_ids(2)
+    bare = logits(model, ids)
+    with attach_bem(model, config) as bem:
+        assert torch.equal(logits(model, ids), bare)
+        model(ids, labels=ids).loss.backward()
+        last = {"head_groups": "U", "rank_mask": "U", "kronecker": "A", "film": "W"}[config.form]
+        assert all(float(getattr(update, last).grad.abs().sum()) > 0 for update in bem.updates.values())
+        randomise(bem)
+        assert not torch.equal(logits(model, ids), bare)
+    assert torch.equal(logits(model, ids), bare)
+
+
+@pytest.mark.parametrize("limits", [(None, None), (0.4, None), (None, 0.9), (0.4, 0.9)], ids=str)
+def test_each_site_adds_the_update_of_its_dense_matrix_within_the_limits(host, config, limits):
+    cap, trust = limits
+    config = replace(config, spectral_cap=cap, trust_region=trust)
+    with randomise(attach_bem(host, config), size=0.8) as bem:
+        codes = []
+        handle = bem.controller.register_forward_hook(lambda *given: codes.append(given[2]))
+        seen, handles = watched_sites(bem)
+        logits(host, some_ids())
+        for one in (handle, *handles):
+            one.remove()
+    taken = codes_taken(bem, codes[-1])
+    by_site = {site: copy.deepcopy(bem.updates[site.key]).double() for site in bem.sites}
+    for t in range(LENGTH):
+        updates = {}
+        for site, form in by_site.items():
+            code = taken[site.chunked][0, t].detach().double()
+            if config.form == "film":
+                gamma, beta = (half[0].detach() for half in form.gamma_beta(code[None]))
+                updates[site] = torch.diag(gamma), beta
+            else:
+                updates[site] = form.dense(code).detach(), torch.zeros(site.n_out, dtype=torch.float64)
+        total = sum(float(matrix.norm()) ** 2 for matrix, _ in updates.values()) ** 0.5
+        shrink = 1.0 if trust is None else min(1.0, trust / total)
+        for site, (matrix, beta) in updates.items():
+            largest = float(torch.linalg.matrix_norm(matrix, 2)) * shrink
+            x, base, found = (part[0, t].double() for part in seen[site.key])
+            added = matrix @ (base if config.form == "film" else x) + beta
+            if config.form == "kronecker" and cap is not None:  # the cap goes by a bound of the largest singular value
+                bound = float(form_bound(by_site[site], taken[site.chunked][0, t])) * shrink
+                assert bound >= largest - 1e-9
+                largest = bound
+            share = shrink * (1.0 if cap is None else min(1.0, cap / largest))
+            torch.testing.assert_close(found, base + share * added, rtol=0, atol=1e-5 * float(found.abs().max()))
+            assert cap is None or share * float(torch.linalg.matrix_norm(matrix, 2)) <= cap + 1e-9
+
+
+def form_bound(form, code):
+    return form.sizes(code.detach().double()[None])[0].detach()
+
+
+@pytest.mark.parametrize("sizes", [[1] * LENGTH, [7, 1, 5, 3], [LENGTH - 1, 1]], ids=str)
+def test_a_cached_forward_gives_what_a_full_one_gives_and_no_later_token_matters(host, config, sizes):
+    ids = some_ids(2)
+    with randomise(attach_bem(host, replace(config, trust_region=2.0))):
+        full, cache, parts = logits(host, ids), DynamicCache(), []
+        for part in ids.split(sizes, dim=1):
+            with torch.no_grad():
+                parts.append(host(part, past_key_values=cache).logits)
+        torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=0, atol=1e-5)
+        other = torch.cat([ids[:, :9], some_ids(2, LENGTH - 9, seed=1)], dim=1)
+        assert torch.equal(logits(host, other)[:, :9], full[:, :9])
+
+
+def test_rows_do_not_depend_on_each_other_nor_on_padding(host, config):
+    ids = some_ids(3)
+    with randomise(attach_bem(host, config)):
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        padded = logits(host, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        torch.testing.assert_close(padded[1, 5:], logits(host, ids[1:2, 5:])[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(padded[2], logits(host, ids[2:])[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}],
+    ids=["greedy", "beams", "drafts", "static cache"],
+)
+def test_generation_with_a_cache_is_that_without(host, config, mode):
+    ids = some_ids(1, 9)
+    with randomise(attach_bem(host, config)):
+        found = host.generate(ids, **GREEDY, **mode)
+        plain = {key: value for key, value in mode.items() if key == "num_beams"}
+        assert found.tolist() == host.generate(ids, **GREEDY, **plain, use_cache=False).tolist()
+
+
+def test_a_saved_adapter_opens_as_it_was(host, config, tmp_path):
+    ids = some_ids()
+    with randomise(attach_bem(host, config)) as bem:
+        before = logits(host, ids)
+        bem.save_pretrained(tmp_path / "adapter")
+    with attach_bem(host, tmp_path / "adapter") as bem:
+        assert bem.config == config and torch.equal(logits(host, ids), before)
+
+
+def test_updates_of_at_most_eps_are_left_out(host, config):
+    ids = some_ids()
+    with randomise(attach_bem(host, replace(config, sparse_eps=1e4))) as bem:
+        bare = logits(host, ids)
+        sizes = []
+        handle = bem.steered.register_forward_hook(lambda *given: sizes.append(given[2].delta_rel_norm))
+        logits(host, ids)
+        handle.remove()
+        assert float(sizes[0].max()) == 0
+    assert torch.equal(logits(host, ids), bare)
+
+
+def test_the_sizes_that_are_told_are_those_of_what_is_applied(host, config):
+    with randomise(attach_bem(host, replace(config, spectral_cap=0.4)), size=0.8) as bem:
+        told = []
+        bem.steered.register_forward_hook(lambda *given: told.append(given[2]))
+        logits(host, some_ids())
+    assert told[0].sigma1.shape == told[0].delta_rel_norm.shape == (1, LENGTH)
+    assert float(told[0].sigma1.max()) <= 0.4 + 1e-6 and bool((told[0].delta_rel_norm > 0).all())
+
+
+def test_the_penalty_on_sizes_has_gradients(host, config):
+    with randomise(attach_bem(host, config)) as bem:
+        codes = []
+        bem.controller.register_forward_hook(lambda *given: codes.append(given[2]))
+        host(some_ids())
+        update_norm(bem, codes_taken(bem, codes[0]), torch.ones(1, LENGTH, dtype=torch.bool)).backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in bem.updates.parameters() if p.ndim > 1)
+    assert float(bem.controller.project.weight.grad.abs().sum()) > 0
+
+
+def test_the_updates_are_computed_by_torch_and_that_is_said(host, config):
+    with attach_bem(host, config, impl="auto") as bem:
+        assert bem.impl == "reference" and f"form {config.form!r} have no kernel" in bem.impl_why
+    with pytest.raises(ConfigError, match="have no kernel"):
+        attach_bem(host, config, impl="triton")
+    with attach_bem(host, config) as bem, pytest.raises(BemError, match="low_rank alone"):
+        quantize(bem)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"form": "lora"}, "form is 'lora': give one of low_rank, head_groups"),
+        ({"groups": 2}, "groups is 2: it is a setting of form='head_groups'"),
+        ({"active": 2}, "form='rank_mask', and this is 'low_rank'"),
+        ({"form": "head_groups", "sites": ("o",)}, "groups is None: give 1 to"),
+        ({"form": "head_groups", "groups": 2}, r"give \('o',\)"),
+        ({"form": "rank_mask", "rank": 4, "active": 5}, "active is 5: give 1 to 4"),
+        ({"form": "rank_mask", "rank": 6, "active": 2, "hadamard": True}, "rank is 6: hadamard needs a power of two"),
+        ({"form": "kronecker", "terms": 0}, "terms is 0"),
+        ({"form": "film", "bound": 0}, "bound is 0"),
+        ({"form": "film", "bound": float("nan")}, "bound is nan"),
+    ],
+)
+def test_settings_of_forms_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        BemConfig(**settings)
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused(host):
+    config = BemConfig(form="head_groups", sites=("o",), groups=4, rank=2)
+    with pytest.raises(ConfigError, match="groups is 4, and the host has 2 heads"):
+        attach_bem(host, config)
+
+
+def test_a_form_is_not_distilled_as_if_it_were_low_rank(host, config):
+    with randomise(attach_bem(host, config)) as bem, pytest.raises(ConfigError, match="low_rank"):
+        distil(bem, [{"input_ids": some_ids()}])

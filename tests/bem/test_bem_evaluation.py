@@ -3,10 +3,15 @@
 import itertools
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from bem_oracle import make_host, randomise
+from probemon.bem import BemConfig, attach_bem
+from probemon.bem.evaluation.budget import flops, n_trainable, solve
 from probemon.bem.evaluation.gates import (
     FAILED,
     NOT_JUDGED,
@@ -156,3 +161,51 @@ def test_what_is_no_list_of_numbers_is_refused_and_scipy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(MissingExtra, match="pip install scipy"):
         compare(SEEDS)
+
+
+# -- budgets -----------------------------------------------------------------------------------------
+
+COMMON = {"width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
+CONFIGS = [
+    BemConfig(**COMMON),
+    BemConfig(level="auto", sites=("v", "o"), **COMMON),
+    BemConfig(level="token", **COMMON),
+    BemConfig(form="head_groups", groups=2, sites=("o",), **COMMON),
+    BemConfig(form="rank_mask", active=2, rank=4, hadamard=True, **COMMON),
+    BemConfig(form="kronecker", terms=2, **COMMON),
+    BemConfig(form="film", rank=3, **COMMON),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.form}-{config.level}")
+def test_an_adapter_learns_as_many_numbers_as_was_counted_and_fills_its_budget(config):
+    host = make_host()
+    for candidate in (config, solve(host, config, 4_000).config):
+        with attach_bem(host, candidate) as bem:
+            assert sum(p.numel() for p in bem.parameters()) == n_trainable(host, candidate)
+    solved = solve(host, config, 4_000)
+    size = "terms" if config.form == "kronecker" else "rank"
+    step = 2 if config.hadamard else 1 + 1 / getattr(solved.config, size)
+    larger = replace(solved.config, width=config.width, **{size: round(getattr(solved.config, size) * step)})
+    wider = replace(solved.config, width=solved.config.width + 1)
+    assert solved.n_trainable <= 4_000 < min(n_trainable(host, larger), n_trainable(host, wider))
+    assert solved.off == solved.n_trainable / 4_000 - 1 > -0.05
+
+
+def test_a_budget_that_nothing_fits_is_refused():
+    with pytest.raises(ConfigError, match="too small for an adapter of form 'film'"):
+        solve(make_host(), BemConfig(form="film", rank=1), 60)
+    narrow = solve(make_host(), BemConfig(rank=1, width=64), 700)
+    assert narrow.config.rank == 1 and narrow.config.width < 64
+
+
+def test_operations_are_products_and_what_is_made_element_by_element():
+    x, w = torch.ones(3, 5), torch.ones(5, 7)
+    assert flops(lambda: (x @ w).tanh() + 1) == 2 * 3 * 5 * 7 + 3 * 7 + 3 * 7
+    host, ids = make_host(), torch.arange(3, 11)[None]
+    bare = flops(lambda: host(ids))
+    config = BemConfig(form="kronecker", terms=2, spectral_cap=None, **COMMON)
+    with torch.no_grad(), randomise(attach_bem(host, config)) as bem:
+        with_adapter = flops(lambda: host(ids))
+        of_sites = sum(update.flops(8) for update in bem.updates.values())
+    assert bare < bare + of_sites < with_adapter < bare + of_sites + 8 * 5_000  # the rest is the controller's

@@ -178,7 +178,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.form}-{config.level}")
-def test_an_adapter_learns_as_many_numbers_as_was_counted_and_fills_its_budget(config):
+def test_an_adapter_learns_as_many_numbers_as_was_counted_and_comes_near_its_budget(config):
     host = make_host()
     for candidate in (config, solve(host, config, 4_000).config):
         with attach_bem(host, candidate) as bem:
@@ -187,9 +187,9 @@ def test_an_adapter_learns_as_many_numbers_as_was_counted_and_fills_its_budget(c
     size = "terms" if config.form == "kronecker" else "rank"
     step = 2 if config.hadamard else 1 + 1 / getattr(solved.config, size)
     larger = replace(solved.config, width=config.width, **{size: round(getattr(solved.config, size) * step)})
-    wider = replace(solved.config, width=solved.config.width + 1)
-    assert solved.n_trainable <= 4_000 < min(n_trainable(host, larger), n_trainable(host, wider))
-    assert solved.off == solved.n_trainable / 4_000 - 1 > -0.05
+    assert n_trainable(host, larger) > 4_000
+    off = [abs(n_trainable(host, replace(solved.config, width=solved.config.width + d)) - 4_000) for d in (-1, 0, 1)]
+    assert off[1] == min(off) and solved.off == solved.n_trainable / 4_000 - 1 and abs(solved.off) < 0.05
 
 
 def test_a_budget_that_nothing_fits_is_refused():

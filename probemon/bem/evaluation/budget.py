@@ -1,7 +1,7 @@
 """Budgets: an adapter of so many trainable numbers, and the operations that it adds to a forward.
 
     solved = solve(model, BemConfig(form="kronecker", terms=1), budget=3_072)
-    solved.config, solved.n_trainable, solved.off        # the most terms that fit, and then the widest controller
+    solved.config, solved.n_trainable, solved.off        # the most terms that fit, then the controller's width
     n_trainable(model, config)                           # without making it
     flops(lambda: model(ids))                            # every product, and one for each number made otherwise
 
@@ -31,7 +31,7 @@ _MOST_SIZE, _MOST_WIDTH = 4096, 8192  # as `BemConfig` has them
 
 @dataclass(frozen=True)
 class Solved:
-    """A config that comes closest to a budget of trainable numbers from below, and how many it has."""
+    """A config that comes close to a budget of trainable numbers, and how many it has."""
 
     config: BemConfig
     n_trainable: int
@@ -39,13 +39,14 @@ class Solved:
 
     @property
     def off(self) -> float:
-        """By which share it is under the budget: -0.01 is one per cent."""
+        """By which share it is over the budget: -0.01 is one per cent under it."""
         return self.n_trainable / self.budget - 1
 
 
 def solve(model: Any, config: BemConfig, budget: int) -> Solved:
     """Return `config` with the largest rank (of "kronecker": number of terms) that the budget of trainable numbers
-    holds, and then the widest controller. Where not even a rank of 1 fits, the controller is made narrower.
+    holds, and then the controller whose width comes nearest to it. Where not even a rank of 1 fits, the controller is
+    made narrower.
 
     Raises `ConfigError` for a budget that is too small, and as `BemConfig` and `find_sites`.
     """
@@ -62,8 +63,11 @@ def solve(model: Any, config: BemConfig, budget: int) -> Solved:
     if not fits(smallest):
         smallest = _widest(smallest, range(1, config.width), fits)
     best = sizes[_last(sizes, lambda size: fits(_sized(smallest, size)))]
-    chosen = _widest(_sized(smallest, best), range(smallest.width, _MOST_WIDTH + 1), fits)
-    return Solved(chosen, _count(hidden_size(model), sites, chosen), budget)
+    under = _widest(_sized(smallest, best), range(smallest.width, _MOST_WIDTH + 1), fits)
+    both = [under, replace(under, width=min(under.width + 1, _MOST_WIDTH))]
+    counts = [_count(hidden_size(model), sites, candidate) for candidate in both]
+    nearest = min((0, 1), key=lambda i: abs(counts[i] - budget))
+    return Solved(both[nearest], counts[nearest], budget)
 
 
 def n_trainable(model: Any, config: BemConfig) -> int:

@@ -7,7 +7,8 @@
 Codes of these forms are not all factors of their updates: a gate of a code of zero is 1, and a mask has no size. So the
 limits scale the updates themselves, by a share from 0 to 1 that goes beside the code. As of low-rank updates
 (`probemon.bem.governance`): first the trust region, one share for all sites of a token, then the cap, site by site.
-Shares have no gradient. A token within the limits has a share of exactly 1.
+Shares have no gradient. A token within the limits has a share of exactly 1, and a code of zeros one of 0: in every form
+it leaves the host as it is.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class FormGovernor:
         cap, trust = self._config.spectral_cap, self._config.trust_region
         applied: dict[str, Tensor] = {}
         with torch.no_grad():
-            shares = {site: torch.ones_like(codes[site.chunked][..., 0]) for site in self._forms}
+            shares = {site: (codes[site.chunked] != 0).any(-1).to(codes[site.chunked]) for site in self._forms}
             if cap is not None or trust is not None:
                 norms = {site: self._frobenius(site, codes[site.chunked]) for site in self._forms}
                 if trust is not None:
                     total = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
                     shrink = trust / total.clamp(min=trust)  # exactly 1 within the region
-                    shares = {site: shrink.to(share) for site, share in shares.items()}
+                    shares = {site: share * shrink.to(share) for site, share in shares.items()}
                 if cap is not None:
                     shares = {
                         site: self._capped(site, codes[site.chunked], share, norms[site] * share, cap)

@@ -12,7 +12,7 @@ from conftest import PAD
 from probemon.bem import BemConfig, attach_bem
 from probemon.bem.distil import distil
 from probemon.bem.int8 import quantize
-from probemon.bem.losses import codes_taken, update_norm
+from probemon.bem.losses import base_logits, codes_taken, update_norm
 from probemon.errors import BemError, ConfigError
 
 COMMON = {"width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8, "ema": 0.7}
@@ -77,6 +77,14 @@ def test_a_fresh_adapter_leaves_its_host_as_it_is_bit_for_bit_and_learns_from_th
         randomise(bem)
         assert not torch.equal(logits(model, ids), bare)
     assert torch.equal(logits(model, ids), bare)
+
+
+def test_codes_of_zeros_leave_the_host_as_it_is_bit_for_bit(host, config):
+    ids = some_ids(2)
+    bare = logits(host, ids)
+    with randomise(attach_bem(host, config)) as bem:
+        assert torch.equal(base_logits(bem, {"input_ids": ids}), bare)
+        assert not torch.equal(logits(host, ids), bare)
 
 
 @pytest.mark.parametrize("limits", [(None, None), (0.4, None), (None, 0.9), (0.4, 0.9)], ids=str)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _HISTORY, _MOST_STEPS, _MOST_HALVINGS = 10, 300, 25
-_CHUNK = 1 << 14  # rows at once
+_CHUNK = 1 << 11  # rows at once: they stay in the cache between the product with weights and that with residuals
 _ARMIJO = 1e-4
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from bem_oracle import VOCAB, make_host, randomise
+from bem_oracle import FORMS, VOCAB, make_host, randomise
 from conftest import PAD
 from probemon.bem import BemConfig, attach_bem
 from probemon.bem.distil import distil
@@ -15,14 +15,6 @@ from probemon.bem.int8 import quantize
 from probemon.bem.losses import base_logits, codes_taken, update_norm
 from probemon.errors import BemError, ConfigError
 
-COMMON = {"width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8, "ema": 0.7}
-FORMS = {
-    "head_groups": BemConfig(form="head_groups", sites=("o",), groups=2, rank=3, **COMMON),
-    "rank_mask": BemConfig(form="rank_mask", rank=4, active=2, **COMMON),
-    "rank_mask rotated": BemConfig(form="rank_mask", rank=4, active=2, hadamard=True, sites=("v", "o"), **COMMON),
-    "kronecker": BemConfig(form="kronecker", terms=2, sites=("v", "o", "down"), **COMMON),
-    "film": BemConfig(form="film", rank=3, **COMMON),
-}
 LENGTH = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 

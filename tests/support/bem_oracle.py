@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import EOS, PAD
+from probemon.bem import BemConfig
 
 VOCAB = 61
 SHAPES = {
@@ -18,6 +19,16 @@ SHAPES = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+# An adapter of every form but the low-rank one.
+_COMMON = {"width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8, "ema": 0.7}
+FORMS = {
+    "head_groups": BemConfig(form="head_groups", sites=("o",), groups=2, rank=3, **_COMMON),
+    "rank_mask": BemConfig(form="rank_mask", rank=4, active=2, **_COMMON),
+    "rank_mask rotated": BemConfig(form="rank_mask", rank=4, active=2, hadamard=True, sites=("v", "o"), **_COMMON),
+    "kronecker": BemConfig(form="kronecker", terms=2, sites=("v", "o", "down"), **_COMMON),
+    "film": BemConfig(form="film", rank=3, **_COMMON),
 }
 
 

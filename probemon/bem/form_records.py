@@ -1,0 +1,184 @@
+"""What forms of an update do while they steer: of each form what can go wrong with it, and alerts.
+
+    with FormRecorder(bem) as recorder:
+        model.generate(**inputs)
+    recorder.report()            # {"o.3": {"dead": 0.25, "usage_entropy": ..., ...}, ...}
+    recorder.alerts()            # ["rank_mask o.3: 60% of components are all but never kept (dead)", ...]
+
+Beside the routing telemetry of codes (`probemon.telemetry`), which knows nothing of forms. It keeps the codes of the
+last tokens that were steered, and computes when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from probemon.bem.attached import Bem
+from probemon.bem.controller import Codes
+from probemon.bem.forms.film import Film
+from probemon.bem.forms.form import Form
+from probemon.bem.forms.head_groups import HeadGroups, gate_correlation, gates
+from probemon.bem.forms.kronecker import Kronecker
+from probemon.bem.forms.rank_mask import RankMask, top_mask
+from probemon.bem.losses import codes_taken
+from probemon.core.checks import check_count
+from probemon.errors import BemError, ConfigError
+
+# From these on there is an alert: shares of components and outputs, and a correlation between two gates.
+MOST_DEAD, MOST_SATURATED, MOST_CORRELATED = 0.5, 0.5, 0.95
+_ALIVE = 0.1  # of an even use: a component that is kept more rarely is dead
+
+
+class FormRecorder:
+    """Records the codes that an attached adapter's sites take, of the last `most_tokens`. Raises `ConfigError` for an
+    adapter of low_rank, whose codes the routing telemetry tells all of; `BemError` where the adapter is off.
+    """
+
+    def __init__(self, bem: Bem, *, most_tokens: int = 1 << 16) -> None:
+        if not isinstance(bem, Bem):
+            raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
+        if bem.config.form == "low_rank":
+            raise ConfigError("this adapter's form is low_rank: watch its codes with RoutingMonitor(model, bem=bem)")
+        self._bem, self._most = bem, check_count("most_tokens", most_tokens, least=1)
+        self._codes: dict[bool, deque[Tensor]] = {}
+        self._neighbours: dict[bool, deque[Tensor]] = {}
+        self._n = {True: 0, False: 0}
+        self._handle: Any = None
+
+    def __enter__(self) -> FormRecorder:
+        if not self._bem.open:
+            raise BemError("the adapter is not on its host: attach it first")
+        if self._handle is None:
+            self._handle = self._bem.controller.register_forward_hook(self._record)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    @torch.no_grad()
+    def _record(self, controller: Any, args: tuple[Any, ...], codes: Codes) -> None:
+        real = codes.chunk_index >= 0
+        for chunked, taken in codes_taken(self._bem, codes).items():
+            kept = self._codes.setdefault(chunked, deque())
+            kept.append(taken[real].float().cpu())
+            # Tokens of one row that follow each other in one forward: rows of later forwards may be others.
+            pairs = real[:, 1:] & real[:, :-1]
+            both = torch.stack([taken[:, :-1][pairs], taken[:, 1:][pairs]], dim=1)
+            self._neighbours.setdefault(chunked, deque()).append(both.float().cpu())
+            self._n[chunked] += len(kept[-1])
+            while self._n[chunked] - len(kept[0]) >= self._most:
+                self._n[chunked] -= len(kept.popleft())
+                self._neighbours[chunked].popleft()
+
+    @torch.no_grad()
+    def report(self) -> dict[str, dict[str, Any]]:
+        """Return what each site's form did, by the site's name; `n_tokens` says over how many. Empty without tokens.
+
+        - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlation`, the largest of
+          two groups; `share` of the update's square by group
+        - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a forward
+          (of `active`), `margin` between what is kept and what is not, `usage_entropy` and `information` (of a token's
+          mask, in nats)
+        - kronecker: `sigma1` and `frobenius`, means; `stable_rank`, the mean of their squared ratio
+        - film: `stretch` and `shift`, mean sizes; `saturated` share of outputs; `n_not_finite` tokens
+        """
+        found = {}
+        for site in self._bem.sites:
+            if not self._n[site.chunked]:
+                continue
+            form = cast(Form, self._bem.updates[site.key])
+            codes = torch.cat(list(self._codes[site.chunked])).to(next(form.parameters()))
+            pairs = torch.cat(list(self._neighbours[site.chunked])).to(codes)
+            found[site.name] = {"n_tokens": len(codes), **_records(form, codes, pairs)}
+        return found
+
+    def alerts(self) -> list[str]:
+        """Return a sentence for each site and what is wrong with it."""
+        found = []
+        for name, said in self.report().items():
+            where = f"{self._bem.config.form} {name}"
+            if said.get("dead", 0) > MOST_DEAD:
+                found.append(f"{where}: {said['dead']:.0%} of components are all but never kept (dead)")
+            if said.get("saturated", 0) > MOST_SATURATED:
+                found.append(f"{where}: {said['saturated']:.0%} of outputs are stretched to the bound (saturated)")
+            if said.get("gate_correlation", 0) > MOST_CORRELATED:
+                found.append(f"{where}: two gates say the same (correlation {said['gate_correlation']:.2f})")
+            if said.get("n_not_finite", 0):
+                found.append(f"{where}: codes of {said['n_not_finite']} tokens were not finite")
+        return found
+
+
+def _records(form: Form, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
+    if isinstance(form, HeadGroups):
+        return _of_head_groups(form, codes)
+    if isinstance(form, RankMask):
+        return _of_rank_mask(form, codes, pairs)
+    if isinstance(form, Kronecker):
+        sigma1, frobenius = form.sizes(codes)
+        stable = (frobenius / sigma1).square().where(sigma1 > 0, 0.0)
+        return {
+            "sigma1": float(sigma1.mean()),
+            "frobenius": float(frobenius.mean()),
+            "stable_rank": float(stable.mean()),
+            "n_not_finite": _n_not_finite(codes),
+        }
+    film = cast(Film, form)
+    finite = codes[codes.isfinite().all(dim=1)]
+    gamma, beta = film.gamma_beta(finite)
+    return {
+        "stretch": float(gamma.abs().mean()),
+        "shift": float(beta.abs().mean()),
+        "saturated": float(film.saturation(finite).mean()),
+        "n_not_finite": _n_not_finite(codes),
+    }
+
+
+def _of_head_groups(form: HeadGroups, codes: Tensor) -> dict[str, Any]:
+    gate = gates(codes)
+    low, high = torch.quantile(gate.nan_to_num(), torch.tensor([0.05, 0.95]).to(gate), dim=0)
+    correlation = gate_correlation(gate).fill_diagonal_(0).abs().nan_to_num()
+    squares = ((form.U.mT @ form.U) * (form.V.mT @ form.V)).sum(dim=(1, 2)).clamp(min=0)
+    parts = gate.square().mean(dim=0) * squares
+    return {
+        "gate_mean": gate.mean(dim=0).tolist(),
+        "gate_variance": gate.var(dim=0, unbiased=False).tolist(),
+        "gate_p5": low.tolist(),
+        "gate_p95": high.tolist(),
+        "gate_correlation": float(correlation.max()) if len(codes) > 2 else 0.0,
+        "share": (parts / parts.sum().clamp(min=torch.finfo(parts.dtype).tiny)).tolist(),
+        "n_not_finite": _n_not_finite(codes),
+    }
+
+
+def _of_rank_mask(form: RankMask, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
+    masks = top_mask(codes, form.active)
+    usage = masks.mean(dim=0)
+    ordered = codes.sort(dim=-1, descending=True).values
+    margin = ordered[:, form.active - 1] - ordered[:, form.active] if form.active < form.rank else ordered[:, :0].sum(1)
+    before, after = (top_mask(pairs[:, i], form.active) for i in (0, 1))
+    flips = (before != after).sum(dim=1) / 2  # a component that leaves makes room for one
+    shares = usage / form.active
+    entropy = -torch.special.xlogy(shares, shares).sum()
+    own = -torch.special.xlogy(masks / form.active, masks / form.active).sum(dim=1).mean()
+    return {
+        "usage": usage.tolist(),
+        "dead": float((usage < _ALIVE * form.active / form.rank).float().mean()),
+        "flips": float(flips.mean()) if len(flips) else 0.0,
+        "margin": float(margin.mean()),
+        "usage_entropy": float(entropy),
+        "information": float(entropy - own),
+        "n_not_finite": _n_not_finite(codes),
+    }
+
+
+def _n_not_finite(codes: Tensor) -> int:
+    return int((~codes.isfinite().all(dim=1)).sum())

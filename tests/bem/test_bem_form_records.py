@@ -1,0 +1,142 @@
+"""What is told of forms while they steer, against the same numbers computed token by token."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bem_oracle import FORMS, VOCAB, make_host, randomise
+from probemon.bem import BemConfig, attach_bem
+from probemon.bem.form_records import FormRecorder
+from probemon.bem.forms.rank_mask import top_mask
+from probemon.errors import BemError, ConfigError
+
+LENGTH = 16
+
+
+def some_ids(rows=1, length=LENGTH, seed=0):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def host():
+    return make_host()
+
+
+def recorded(host, config, forwards=2, **options):
+    """The report of a recorder, its alerts, and the codes of every token of each kind of site, by a hook of our own."""
+    seen = []
+    with randomise(attach_bem(host, config), size=0.8) as bem, torch.no_grad():
+        handle = bem.controller.register_forward_hook(lambda module, args, codes: seen.append(codes))
+        with FormRecorder(bem, **options) as recorder:
+            for seed in range(forwards):
+                host(some_ids(2, seed=seed))
+        host(some_ids(3))  # nobody records this one
+        handle.remove()
+        taken = {
+            chunked: torch.cat(
+                [(codes.of("chunk") if chunked else codes.adaptive()).flatten(0, 1) for codes in seen[:forwards]]
+            )
+            for chunked in {site.chunked for site in bem.sites}
+        }
+        return recorder.report(), recorder.alerts(), taken, bem
+
+
+def test_gates_of_groups(host):
+    report, _, taken, bem = recorded(host, FORMS["head_groups"])
+    gate = 2 / (1 + np.exp(-taken[False].double().numpy()))
+    for site in bem.sites:
+        said, form = report[site.name], bem.updates[site.key]
+        assert said["n_tokens"] == 4 * LENGTH
+        np.testing.assert_allclose(said["gate_mean"], gate.mean(0), atol=1e-5)
+        np.testing.assert_allclose(said["gate_variance"], gate.var(0), atol=1e-5)
+        np.testing.assert_allclose(said["gate_p95"], np.quantile(gate, 0.95, axis=0), atol=1e-5)
+        assert said["gate_correlation"] == pytest.approx(abs(np.corrcoef(gate.T)[0, 1]), abs=1e-4)
+        squares = np.zeros(2)
+        for code in taken[False]:
+            blocks = form.dense(code).detach().unflatten(1, (2, -1)).double()
+            squares += blocks.square().sum((0, 2)).numpy()
+        np.testing.assert_allclose(said["share"], squares / squares.sum(), atol=1e-5)
+
+
+def test_masks_of_ranks(host):
+    report, _, taken, bem = recorded(host, FORMS["rank_mask"])
+    codes = taken[False].detach()
+    masks = top_mask(codes, 2).numpy()
+    for site in bem.sites:
+        said = report[site.name]
+        np.testing.assert_allclose(said["usage"], masks.mean(0), atol=1e-6)
+        rows = masks.reshape(4, LENGTH, 4)
+        assert said["flips"] == pytest.approx((rows[:, 1:] != rows[:, :-1]).sum(2).mean() / 2, abs=1e-6)
+        assert said["dead"] == np.mean(masks.mean(0) < 0.1 * 2 / 4)
+        ordered = np.sort(codes.numpy(), axis=1)
+        assert said["margin"] == pytest.approx(float((ordered[:, -2] - ordered[:, -3]).mean()), abs=1e-5)
+        shares = masks.mean(0) / 2
+        entropy = -sum(share * math.log(share) for share in shares if share)
+        assert said["usage_entropy"] == pytest.approx(entropy, abs=1e-5)
+        assert said["information"] == pytest.approx(entropy - math.log(2), abs=1e-5)
+
+
+def test_kronecker_products(host):
+    report, _, taken, bem = recorded(host, FORMS["kronecker"])
+    for site in bem.sites:
+        matrices = [bem.updates[site.key].dense(code).detach() for code in taken[site.chunked]]
+        said = report[site.name]
+        assert said["frobenius"] == pytest.approx(np.mean([float(m.norm()) for m in matrices]), rel=1e-4)
+        largest = np.mean([float(torch.linalg.matrix_norm(m, 2)) for m in matrices])
+        assert largest * (1 - 1e-5) <= said["sigma1"] <= said["frobenius"] and said["stable_rank"] >= 1
+
+
+def test_films(host):
+    report, _, taken, bem = recorded(host, FORMS["film"])
+    for site in bem.sites:
+        gamma, beta = (half.detach() for half in bem.updates[site.key].gamma_beta(taken[False]))
+        said = report[site.name]
+        assert said["stretch"] == pytest.approx(float(gamma.abs().mean()), abs=1e-6)
+        assert said["shift"] == pytest.approx(float(beta.abs().mean()), abs=1e-6)
+        assert said["saturated"] == pytest.approx(float((gamma.abs() > 0.07).float().mean()), abs=1e-6)
+
+
+def test_what_is_wrong_is_told(host):
+    film = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6)
+    with attach_bem(host, film) as bem, torch.no_grad(), FormRecorder(bem) as recorder:
+        host(some_ids())
+        assert recorder.alerts() == []
+        for update in bem.updates.values():
+            update.bias.fill_(50.0)
+        assert [line.split(": ")[1] for line in recorder.alerts()] == [
+            "100% of outputs are stretched to the bound (saturated)"
+        ] * len(bem.sites)
+    config = BemConfig(form="rank_mask", rank=8, active=2, width=6, chunk_tokens=3, prefix_tokens=6)
+    with attach_bem(host, config) as bem, torch.no_grad():
+        bem.controller.token[-1].weight.zero_()
+        with FormRecorder(bem) as recorder:
+            host(some_ids())
+        assert "75% of components are all but never kept" in recorder.alerts()[0]
+    groups = BemConfig(form="head_groups", sites=("o",), groups=2, rank=2, level="token", width=6)
+    with randomise(attach_bem(host, groups)) as bem, torch.no_grad():
+        bem.controller.token[-1].weight[1] = bem.controller.token[-1].weight[0]
+        bem.controller.token[-1].bias.fill_(0.5)
+        with FormRecorder(bem) as recorder:
+            host(some_ids())
+        assert "two gates say the same (correlation 1.00)" in recorder.alerts()[0]
+
+
+def test_it_keeps_the_last_tokens_alone_and_leaves_no_trace(host):
+    report, _, _, bem = recorded(host, FORMS["film"], forwards=5, most_tokens=2 * LENGTH + 1)
+    assert {said["n_tokens"] for said in report.values()} == {4 * LENGTH}  # whole forwards
+    assert not bem.controller._forward_hooks
+    with attach_bem(host, FORMS["film"]) as bem:
+        assert FormRecorder(bem).report() == {} and FormRecorder(bem).alerts() == []
+
+
+def test_what_it_cannot_record_is_refused(host):
+    with attach_bem(host) as bem, pytest.raises(ConfigError, match="form is low_rank"):
+        FormRecorder(bem)
+    with pytest.raises(ConfigError, match="no adapter"):
+        FormRecorder(host)
+    bem = attach_bem(host, FORMS["film"])
+    bem.detach()
+    with pytest.raises(BemError, match="attach it first"):
+        FormRecorder(bem).__enter__()

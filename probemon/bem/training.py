@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class TrainSettings:
     `lr`: the highest learning rate; it rises in a line for `n_warmup` steps, then falls in a line to 0 at `n_steps`.
     `max_grad_norm`: the norm of all gradients together is clipped to this; None for no limit.
     `seed`: of the order of the batches and of dropout.
+    `multipliers`: of the learning rate, of parts of an adapter by the beginnings of their names ("controller",
+    "updates", "updates.o_3"); the longest that fits counts, 1 where none does.
+    `budget`: the most numbers that may learn; None for any.
     """
 
     n_steps: int
@@ -56,6 +59,8 @@ class TrainSettings:
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     seed: int = 0
+    multipliers: Mapping[str, float] = field(default_factory=dict)
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         check_count("n_steps", self.n_steps, least=1, remedy="give 1 or more")
@@ -66,6 +71,12 @@ class TrainSettings:
             remedy = "give a number over 0, or None for no limit"
             check_number("max_grad_norm", self.max_grad_norm, low=0, high=LARGEST, open_low=True, remedy=remedy)
         check_count("seed", self.seed, remedy="give 0 or more, within 63 bits")
+        if not isinstance(self.multipliers, Mapping):
+            raise ConfigError(f"multipliers is {self.multipliers!r}: give them by name, as {{'controller': 0.5}}")
+        for name, value in self.multipliers.items():
+            check_number(f"multipliers[{name!r}]", value, low=0, high=LARGEST, remedy="give 0 or more")
+        if self.budget is not None:
+            check_count("budget", self.budget, least=1, remedy="give 1 or more, or None for any number")
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of step 0, 1, .."""
@@ -109,30 +120,66 @@ def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: 
         return losses.total, losses.terms
 
     check_learnable(bem)
+    check_fit(batches, settings)
     with mode(bem.host, training=True):
-        return fit(list(bem.parameters()), loss_of, batches, settings)
+        return fit(parameter_groups(bem, settings), loss_of, batches, settings)
+
+
+def parameter_groups(bem: Bem, settings: TrainSettings) -> list[dict[str, Any]]:
+    """Return an adapter's parameters in groups, as optimisers of torch and Trainer take them, each with its `lr`.
+
+    Raises `ConfigError` for a multiplier of no parameter, and where more numbers would learn than the budget allows.
+    """
+    by_multiplier: dict[float, list[nn.Parameter]] = {}
+    unused, n_learning = set(settings.multipliers), 0
+    for name, parameter in bem.named_parameters():
+        fitting = [prefix for prefix in settings.multipliers if f"{name}.".startswith(f"{prefix}.")]
+        unused -= set(fitting)
+        multiplier = settings.multipliers[max(fitting, key=len)] if fitting else 1.0
+        by_multiplier.setdefault(float(multiplier), []).append(parameter)
+        n_learning += parameter.numel() if multiplier else 0
+    if unused:
+        raise ConfigError(
+            f"multipliers: no parameter's name begins with {min(unused)!r}: an adapter has 'controller' and 'updates'"
+        )
+    if settings.budget is not None and n_learning > settings.budget:
+        raise ConfigError(
+            f"the adapter would learn {n_learning:,} numbers, and the budget is {settings.budget:,}: make it smaller"
+            " (probemon.bem.evaluation.budget.solve)"
+        )
+    return [
+        {"params": parameters, "lr": settings.lr * multiplier, "multiplier": multiplier}
+        for multiplier, parameters in by_multiplier.items()
+    ]
 
 
 def fit(
-    parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[Batch], settings: TrainSettings
+    parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
+    loss_of: LossOf,
+    batches: Sequence[Batch],
+    settings: TrainSettings,
 ) -> History:
-    """Lower any loss over `parameters`: `loss_of(batch)` returns it, and what else is to be noted. Raises as `train`.
+    """Lower any loss over `parameters`, or groups of them as `parameter_groups` makes: `loss_of(batch)` returns it, and
+    what else is to be noted. Raises as `train`.
 
     Batches are taken in a new order each time round.
     """
     check_fit(batches, settings)
-    optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    grouped = [dict(group) for group in parameters if isinstance(group, dict)]
+    groups = grouped or [{"params": [one for one in parameters if isinstance(one, nn.Parameter)]}]
+    learning = [parameter for group in groups for parameter in group["params"]]
+    optimiser = torch.optim.AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
     order, steps = _order(len(batches), settings.seed), []
     limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
     # Whatever block of no_grad or inference_mode the caller is in.
-    with torch.inference_mode(False), _seeded(parameters, settings.seed), torch.enable_grad():
+    with torch.inference_mode(False), _seeded(learning, settings.seed), torch.enable_grad():
         for step in range(settings.n_steps):
             optimiser.zero_grad()
             batch = batches[next(order)]
             host_inputs(batch)  # which raises, before anything is computed, for what is no batch
             loss, terms = loss_of(_outside_inference_mode(batch))
             loss.backward()
-            norm, value = float(nn.utils.clip_grad_norm_(parameters, limit)), float(loss.detach())
+            norm, value = float(nn.utils.clip_grad_norm_(learning, limit)), float(loss.detach())
             if not math.isfinite(value) or not math.isfinite(norm):
                 raise BemError(
                     f"step {step}: the loss is {value}, its gradient's norm {norm}: lower lr"
@@ -140,7 +187,7 @@ def fit(
                 )
             lr = settings.lr_at(step)
             for group in optimiser.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("multiplier", 1.0)
             optimiser.step()
             steps.append(Step(value, {name: float(term) for name, term in terms.items()}, lr, norm))
     optimiser.zero_grad()

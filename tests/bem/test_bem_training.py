@@ -10,9 +10,9 @@ from bem_oracle import VOCAB, make_host, randomise
 from probemon.bem import BemConfig, attach_bem
 from probemon.bem.config import POLICIES
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash
-from probemon.bem.training import Objective
+from probemon.bem.training import Objective, TrainSettings, train
 from probemon.core.files import sha256
-from probemon.errors import BemError
+from probemon.errors import BemError, ConfigError
 
 SMALL = {
     "rank": 3,
@@ -232,3 +232,30 @@ def test_an_adapter_saved_with_a_code_that_nothing_read_still_opens(tmp_path):
     (tmp_path / SETTINGS).write_text(json.dumps(settings))
     with attach_bem(model, tmp_path), torch.no_grad():
         assert torch.equal(model(IDS, use_cache=False).logits, expected)
+
+
+def test_parts_of_an_adapter_learn_at_rates_of_their_own():
+    model = make_host()
+    batches = [{"input_ids": IDS, "labels": IDS}]
+    multipliers = {"controller": 0, "updates": 0.5, "updates.o_1": 2}
+    with randomise(attach_bem(model, BemConfig(**SMALL))) as bem:
+        before = {name: parameter.detach().clone() for name, parameter in bem.named_parameters()}
+        train(bem, batches, TrainSettings(n_steps=1, lr=1e-3, n_warmup=0, multipliers=multipliers))
+    for name, parameter in bem.named_parameters():
+        wanted = 0 if name.startswith("controller") else 2e-3 if name.startswith("updates.o_1.") else 0.5e-3
+        # Adam's first step is its rate in every direction that has a gradient.
+        moved = (parameter.detach() - before[name]).abs().max()
+        assert float(moved) == pytest.approx(wanted, rel=1e-2), name
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        n = sum(parameter.numel() for parameter in bem.parameters())
+        own = sum(parameter.numel() for parameter in bem.updates.parameters())
+        for settings, words in [
+            ({"multipliers": {"router": 1}}, "no parameter's name begins with 'router'"),
+            ({"budget": n - 1}, f"would learn {n:,} numbers, and the budget is {n - 1:,}"),
+        ]:
+            with pytest.raises(ConfigError, match=words):
+                train(bem, batches, TrainSettings(n_steps=1, **settings))
+        train(bem, batches, TrainSettings(n_steps=1, budget=own, multipliers={"controller": 0}))  # it learns no number
+    for settings in ({"multipliers": {"updates": -1}}, {"multipliers": 2}, {"budget": 0}):
+        with pytest.raises(ConfigError):
+            TrainSettings(n_steps=1, **settings)

@@ -78,6 +78,26 @@ def grid(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def forms(found: dict[str, Any]) -> list[str]:
+    """Each form of an update on its own task, beside the others that were tried there: means over seeds."""
+    lines = [
+        "| planted | learns | removed | with codes frozen | shuffled | trainable numbers | operations a token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        cells.setdefault((row["task"], row["method"]), []).append(row)
+    for (task, method), rows in cells.items():
+        told = [
+            f"{sum(row[key] for row in rows) / len(rows):.3f}" if key in rows[0] else ""
+            for key in ("removed", "removed_frozen", "removed_shuffled")
+        ]
+        lines.append(
+            f"| {task} | {method} | {' | '.join(told)} | {rows[0]['n_trainable']:,} | {rows[0]['flops_per_token']:,} |"
+        )
+    return lines
+
+
 def rules(found: dict[str, Any]) -> list[str]:
     """Of each pack, score rule and way of expanding: mean recall of a document's firing probes with its interval, and
     share of the probes active, on each text.
@@ -366,6 +386,7 @@ TABLES = {
     "corpus.json": (corpus,),
     "architectures.json": (architectures,),
     "bem_learns.json": (bem_distilled,),
+    "perf_track_quick.json": (forms,),
     "shown.json": [shown, shown_claims],
 }
 

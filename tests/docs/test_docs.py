@@ -46,6 +46,19 @@ def test_what_adapters_learn_is_what_was_measured():
     assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
 
 
+def test_forms_of_an_update_are_what_was_measured():
+    found, page = result("perf_track_quick.json"), page_of("docs/bem.md")
+    assert flat(figures.forms(found)) in page and found["data"] == "random"
+    assert all(claim["holds"] for claim in found["claims"].values()), found["claims"]
+    mean = {}
+    for row in found["rows"]:
+        mean.setdefault((row["task"], row["method"]), []).append(row["removed"])
+    own = {task: sum(values) for (task, method), values in mean.items() if task == method}
+    others = {task: max(sum(v) for (t, m), v in mean.items() if t == task and m not in (task,)) for task in own}
+    assert {task for task in own if own[task] > others[task]} == {"head_groups", "kronecker", "film"}
+    assert sum(mean["rank_mask", "low_rank"]) > own["rank_mask"] > sum(mean["rank_mask", "low_rank, rank 4"])
+
+
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
     measured, page = result("cpu.json"), page_of("docs/performance.md")
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)

@@ -2,6 +2,7 @@
 
     low, high = clopper_pearson(3, 1000)  # a rate, from 3 of 1,000 independent trials; 95 % confidence
     lows, highs = clopper_pearson(counts, n, 0.99)          # counts [K], n [K] or a number: each rate by itself
+    low, high = clustered(30, 10_000, 12.5)  # of trials that are alike: as many as 10,000 / 12.5 independent ones
     high = upper_bound(0, 300, 0.95)  # one side: the rate is above it with probability 0.05 at most
     low, high = mean_interval(0.98, 120)  # a mean, from that of 120 independent numbers between 0 and 1
 
@@ -22,6 +23,7 @@ from probemon.core.checks import check_share
 from probemon.errors import ConfigError
 
 Doubles = npt.NDArray[np.float64]
+_FEWEST_GROUPS = 20
 _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 
 
@@ -35,11 +37,42 @@ def clopper_pearson(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95
     return lower_bound(k, n, side), upper_bound(k, n, side)
 
 
+def clustered(k: npt.ArrayLike, n: npt.ArrayLike, effect: npt.ArrayLike, confidence: float = 0.95) -> tuple[Any, Any]:
+    """`(low, high)` as `clopper_pearson`, of k of n trials that come in groups of like ones: as many as n / `effect`
+    independent trials, of which the same share succeeded.
+
+    Korn & Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts estimated
+    from survey data" (Survey Methodology 24), without their correction for few groups. `effect`: see `design_effect`.
+    """
+    side = (1 - _confident(confidence)) / 2
+    some, trials = (values / np.asarray(effect) for values in _counts(k, n))
+    return _lower(some, trials, side), _upper(some, trials, side)
+
+
+def design_effect(successes: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
+    """How many trials that come in groups count as one independent one, 1 or more: of so many `successes [G]` in groups
+    of these `sizes [G]`.
+
+    The variance of the share over groups, over that of as many independent trials (Kish 1965, "Survey Sampling", ch.
+    5). Where all succeeded, or none, or there are fewer than 20 groups, it cannot be told: then a group counts as one.
+    """
+    k, n = np.asarray(successes, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
+    k, n = k[n > 0], n[n > 0]
+    total, share = n.sum(), k.sum() / max(1.0, n.sum())
+    if not 0 < share < 1 or len(n) < _FEWEST_GROUPS:
+        return float(max(1.0, (n**2).sum() / max(1.0, total)))
+    variance = ((k - share * n) ** 2).sum() / total**2
+    return float(max(1.0, variance * total / (share * (1 - share))))
+
+
 def upper_bound(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> Any:
     """The rate p at which k or fewer of n trials have probability 1 - confidence: the true one is above it no more
     often. 1 where k is n.
     """
-    risk, (a, b) = 1 - _confident(confidence), _counts(k, n)
+    return _upper(*_counts(k, n), 1 - _confident(confidence))
+
+
+def _upper(a: Doubles, b: Doubles, risk: float) -> Any:
     inner = a < b
     some_a, some_b = np.where(inner, a, 0), np.where(inner, b, 1)
     _, high = _edge(lambda p: _at_most(some_a, some_b, p) > risk, np.zeros(a.shape), np.ones(a.shape))
@@ -50,7 +83,10 @@ def lower_bound(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) ->
     """The rate p at which k or more of n trials have probability 1 - confidence: the true one is below it no more
     often. 0 where k is 0.
     """
-    risk, (a, b) = 1 - _confident(confidence), _counts(k, n)
+    return _lower(*_counts(k, n), 1 - _confident(confidence))
+
+
+def _lower(a: Doubles, b: Doubles, risk: float) -> Any:
     inner = a > 0
     some_a, some_b = np.where(inner, a, 1), np.where(inner, b, 1)
     low, _ = _edge(lambda p: _beta(p, 1 - p, some_a, some_b - some_a + 1) <= risk, np.zeros(a.shape), np.ones(a.shape))

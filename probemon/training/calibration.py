@@ -1,11 +1,12 @@
 """Alert thresholds of newly trained probes, from parts that neither trained nor test them.
 
-    alerts = thresholds(scores, part, benign, fpr=0.01)           # of single tokens: [P], and what can be said of each
-    of_texts = thresholds(highest, np.arange(S), benign, fpr=...) # of the highest running score of each part
-    precise = precision_thresholds(scores, part, known, use, precision=0.9)
+    alerts = thresholds(scores, part, benign, group, fpr=0.01)    # of single tokens: [P], and what can be said of each
+    of_texts = thresholds(highest, np.arange(S), benign, group, fpr=...)    # of the highest running score of each part
+    precise = precision_thresholds(scores, part, known, use, group, precision=0.9)
 
 By the rule of `probemon.offline.calibrate`: of n benign units at most k may exceed a threshold, where k is the largest
-number whose upper bound is within the rate, for all concepts together. Where n is too few for any k, no benign unit
+number whose upper bound is within the rate, for all concepts together. Tokens of one text, and texts of one group, are
+alike: n of them count as n / `design_effect` independent ones. Where these are too few for any k, no benign unit
 exceeds the threshold, and the rate that it can claim is stated.
 """
 
@@ -19,23 +20,27 @@ import numpy as np
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.intervals import upper_bound
+from probemon.core.intervals import clustered, design_effect, upper_bound
 from probemon.core.scores import Floats
 from probemon.offline.calibrate import most_allowed, units_needed
 from probemon.training.labels import Known
 
-FEWEST_FIRED = 20  # tokens from which a precision is believed
+_TRIED = 64  # thresholds that a precision is looked for at
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """One concept's alert threshold: `n` benign units, of which `allowed` exceed it.
+    """One concept's alert threshold: `n` benign units, of which `allowed` exceed it; NaN without any.
 
-    - `rate`: what it can claim, with the confidence that all concepts share; `needed`: units for the rate asked for.
+    - `effective`: as how many independent units they count
+    - `rate`: what it can claim, with the confidence that all concepts share
+    - `needed`: independent units for the rate asked for
     """
 
     value: float
     n: int
+    effective: int
     allowed: int
     rate: float
     needed: int
@@ -43,71 +48,102 @@ class Threshold:
     @property
     def holds(self) -> bool:
         """Whether the units are enough for the rate that was asked for."""
-        return self.n >= self.needed
+        return self.effective >= self.needed
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
-        stated = {"threshold": self.value, "n": self.n, "allowed": self.allowed, "rate": self.rate}
-        return {**stated, "holds": self.holds, "needed": self.needed}
+        counts = {"n": self.n, "effective": self.effective, "allowed": self.allowed, "rate": self.rate}
+        return {"threshold": number(self.value), **counts, "holds": self.holds, "needed": self.needed}
 
 
 def thresholds(
-    values: np.ndarray | Tensor, part: Ints, benign: Mask, *, fpr: float, confidence: float = 0.95
+    values: np.ndarray | Tensor, part: Ints, benign: Mask, group: Ints, *, fpr: float, confidence: float = _CONFIDENCE
 ) -> list[Threshold]:
     """Return each concept's threshold for values `[N, P]` of units of parts `[N]`; `benign [S, P]` says which of the
-    parts are without it. NaN are left out; a concept without benign units has threshold 1, which nothing exceeds.
+    parts are without it, `group [S]` which are alike. NaN are left out.
     """
     array = np.asarray(values)
     risk = (1 - confidence) / array.shape[1]
     needed = units_needed(fpr, risk)
     found = []
     for p in range(array.shape[1]):
-        own = array[benign[part, p], p]
-        own = np.sort(own[~np.isnan(own)])[::-1]
-        allowed = max(0, most_allowed(len(own), fpr, risk)) if len(own) else 0
-        value = _up(own[allowed]) if len(own) else 1.0
-        rate = float(upper_bound(allowed, len(own), 1 - risk)) if len(own) else 1.0
-        found.append(Threshold(value, len(own), allowed, rate, needed))
+        use = np.flatnonzero(benign[part, p] & ~np.isnan(array[:, p]))
+        if not len(use):
+            found.append(Threshold(np.nan, 0, 0, 0, 1.0, needed))
+            continue
+        use = use[np.argsort(-array[use, p], kind="stable")]
+        effect = _effect_of_highest(group[part[use]], fpr)
+        effective = max(1, int(len(use) / effect))
+        allowed = max(0, most_allowed(effective, fpr, risk))
+        rate = float(upper_bound(allowed, effective, 1 - risk))
+        allowed = int(allowed * (len(use) / effective))
+        found.append(Threshold(_up(array[use[allowed], p]), len(use), effective, allowed, rate, needed))
     return found
+
+
+def _effect_of_highest(group: Ints, fpr: float) -> float:
+    """The design effect of exceeding a threshold, of units in order, the highest first: the largest of a few that about
+    `fpr` of them exceed.
+    """
+    n, (_, of_group) = len(group), np.unique(group, return_inverse=True)
+    sizes = np.bincount(of_group)
+    counts = {min(n, max(1, round(share * fpr * n))) for share in (0.5, 1, 2)}
+    return max(design_effect(np.bincount(of_group[:k], minlength=len(sizes)), sizes) for k in counts)
 
 
 @dataclass(frozen=True)
 class Precise:
-    """A concept's threshold to a precision: of `fired` tokens over it `right` are of the concept; 1 where none reaches
-    it with enough tokens.
+    """A concept's threshold to a precision: of `fired` tokens over it `right` are of the concept, and with confidence a
+    share `low` or more; NaN where none is shown to reach it.
     """
 
     value: float
     fired: int
     right: int
+    low: float
+
+    @property
+    def reached(self) -> bool:
+        """Whether there is such a threshold."""
+        return not np.isnan(self.value)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
-        return {"threshold": self.value, "fired": self.fired, "right": self.right}
+        return {"threshold": number(self.value), "fired": self.fired, "right": self.right, "low": self.low}
 
 
 def precision_thresholds(
-    values: np.ndarray | Tensor, part: Ints, known: Known, use: Mask, *, precision: float
+    values: np.ndarray | Tensor, part: Ints, known: Known, use: Mask, group: Ints, *, precision: float
 ) -> list[Precise]:
-    """Return each concept's lowest threshold over which a share `precision` of the tokens is of it, for values `[N, P]`
-    of tokens of parts `[N]`, those in `use [S]`: in the mix of texts that these are.
+    """Return each concept's lowest threshold over which with confidence a share `precision` of the tokens is of it, for
+    values `[N, P]` of tokens of parts `[N]`, those in `use [S]`, alike within a `group [S]`: in the mix of texts that
+    these are.
     """
     array, found = np.asarray(values), []
     for p in range(array.shape[1]):
-        labels = np.where(use, known[:, p], -1)[part]
-        chosen = labels >= 0
-        order = np.argsort(-array[chosen, p], kind="stable")
-        scores, right = array[chosen, p][order], np.cumsum(labels[chosen][order] == 1)
-        fired = np.arange(1, len(scores) + 1)
+        chosen = np.flatnonzero(use[part] & (known[part, p] >= 0) & ~np.isnan(array[:, p]))
+        chosen = chosen[np.argsort(-array[chosen, p], kind="stable")]
+        scores, is_right = array[chosen, p], known[part[chosen], p] == 1
+        right, fired = np.cumsum(is_right), np.arange(1, len(chosen) + 1)
         # Only where the next score is lower can a threshold lie, and it is that score.
         ends = np.r_[scores[1:] < scores[:-1], False] if len(scores) else np.zeros(0, dtype=bool)
-        good = np.flatnonzero(ends & (right >= precision * fired) & (fired >= FEWEST_FIRED))
-        if len(good):
-            last = int(good[-1])
-            found.append(Precise(_up(scores[last + 1]), last + 1, int(right[last])))
-        else:
-            found.append(Precise(1.0, 0, 0))
+        good = np.flatnonzero(ends & (right >= precision * fired))
+        good = good[np.unique(np.geomspace(1, len(good), _TRIED).round().astype(np.int64)) - 1] if len(good) else good
+        of_group = np.unique(group[part[chosen]], return_inverse=True)[1]
+        found.append(Precise(np.nan, 0, 0, 0.0))
+        for last in good[::-1].tolist():
+            sizes = np.bincount(of_group[: last + 1])
+            effect = design_effect(np.bincount(of_group[: last + 1], is_right[: last + 1]), sizes)
+            low = float(clustered(right[last], last + 1, effect, 2 * _CONFIDENCE - 1)[0])
+            if low >= precision:
+                found[p] = Precise(_up(scores[last + 1]), last + 1, int(right[last]), low)
+                break
     return found
+
+
+def number(value: float) -> float | None:
+    """The value for JSON, which has no NaN."""
+    return None if np.isnan(value) else float(value)
 
 
 def _up(value: float) -> float:

@@ -116,12 +116,12 @@ def fit_candidate(name: str, problem: Problem, linear: Weights) -> Weights:
 def best_candidate(names: Sequence[str], problem: Problem) -> tuple[str, dict[str, float]]:
     """Return the kind that is taken, and the mean AUROC of each on a fifth of the training groups."""
     data = problem.data
-    use = data.of("train") & ~data.background
+    use = data.of("train") & (data.compared >= 0).any(axis=1)
     if len(names) == 1:
         return names[0], {}
     folds = np.full(len(data.known), -1, dtype=np.int64)
     group = np.unique(data.group[use], return_inverse=True)[1].astype(np.int64)
-    folds[use] = deal(group, data.known[use], seed=problem.seed)
+    folds[use] = deal(group, data.compared[use], seed=problem.seed)
     held = folds == 0
     # Where rows are many, every so-many-th group is enough to compare kinds.
     every = max(1, problem.rows.x.nbytes // _COMPARED_BYTES)
@@ -134,7 +134,7 @@ def best_candidate(names: Sequence[str], problem: Problem) -> tuple[str, dict[st
         if len(problem.own) == len(data.concepts):
             by_path(own, data.parents)
         scores[name] = part_scores(data, problem.aggregator, torch.from_numpy(own), tested.part)[held]
-    known, groups = data.known[held][:, list(problem.own)], data.group[held]
+    known, groups = data.compared[held][:, list(problem.own)], data.group[held]
     areas = {name: _mean_area(values, known, np.arange(held.sum())) for name, values in scores.items()}
     chosen = names[0]
     for name in names[1:]:

@@ -56,10 +56,25 @@ def _n(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
+def _as_many(alert: Mapping[str, Any]) -> str:
+    alike = alert["effective"] < alert["n"]
+    return f" (tokens of a text, and texts of a group, are alike: worth {alert['effective']})" if alike else ""
+
+
 def warnings(quality: Mapping[str, Any]) -> list[str]:
     """Return what cannot be claimed, a sentence each."""
     found = []
     concepts = quality["concepts"]
+    lost = {name: split["left_out"] for name, split in quality["examples"].items() if "left_out" in split}
+    for what in ("texts", "tokens"):
+        cut = [f"{split[what]} of {name}" for name, split in lost.items() if (what == "texts") == bool(split["texts"])]
+        if cut:
+            found.append(
+                f"The budget had no room for all {what} ({', '.join(cut)} were left out): give more, or fewer layers."
+            )
+    untested = [id for id, concept in concepts.items() if not (concept["n_positive"] and concept["n_negative"])]
+    if untested:
+        found.append(f"Nothing tests {_some(untested)}: there is no test text with it, or none without it.")
     small = {
         id: concept["alert_of_texts"] for id, concept in concepts.items() if not concept["alert_of_texts"]["holds"]
     }
@@ -67,8 +82,9 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
         worst = min(small.values(), key=lambda alert: alert["n"])
         found.append(
             f"A false-positive rate of {quality['fpr']:g} by text cannot be claimed for {_some(list(small))}: that"
-            f" takes {worst['needed']} texts without the concept to calibrate on, and there are {worst['n']}. Those"
-            f" could claim at best {worst['rate']:.2g}. No threshold of running scores is written for them."
+            f" takes {worst['needed']} texts without the concept to calibrate on, and there are {worst['n']}"
+            f"{_as_many(worst)}. Those could claim at best {worst['rate']:.2g}. No threshold of running scores is"
+            " written for them."
         )
     for rate in ("0.01", "0.001"):
         silent = [id for id, concept in concepts.items() if concept["tpr_at_fpr"][rate] is None]
@@ -85,16 +101,19 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
         found.append(
             f"The areas of {_some(scant)} are of so few test texts (of one side {n}) that they say next to nothing."
         )
-    tokens = [id for id, concept in concepts.items() if not concept["alert"]["holds"]]
-    if tokens:
+    alerts = {id: concept["alert"] for id, concept in concepts.items() if not concept["alert"]["holds"]}
+    if alerts:
+        worst = min(alerts.values(), key=lambda alert: alert["effective"])
         found.append(
-            f"Too few benign tokens for the thresholds of single tokens of {_some(tokens)}: the highest is taken."
+            f"A false-positive rate of {quality['fpr']:g} by token cannot be claimed for {_some(list(alerts))}: their"
+            f" thresholds are the highest score of {_n(worst['n'], 'benign token')}{_as_many(worst)}."
         )
-    silenced = [id for id, concept in concepts.items() if "precision" in concept and not concept["precision"]["fired"]]
-    if silenced:
+    unsure = [id for id, concept in concepts.items() if "precision" in concept and concept["precision"]["fired"] == 0]
+    if unsure:
         found.append(
-            f"No threshold reaches the precision that was asked for on {_some(silenced)}: by the recommended set it"
-            " never fires."
+            f"No threshold is shown to reach the precision that was asked for on {_some(unsure)}: that set has none for"
+            f" {'it' if len(unsure) == 1 else 'them'}, so `{quality['alert_sets'][0]}` is recommended. It takes 29"
+            " texts with a concept that fire, and none without, to show 90 %."
         )
     helped = [id for id, concept in concepts.items() if concept["n_generated"]]
     if helped:
@@ -109,10 +128,11 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
             f"Thresholds of single tokens were set to a false-positive rate of {quality['fpr']:g}, and on test texts"
             f" without it more fires of {_some(loud)}: up to {over[loud[0]]:.1%} of the tokens. More examples help."
         )
-    on_background = [id for id, concept in concepts.items() if concept["tested_on_background"]]
-    if on_background:
+    easy = [id for id, concept in concepts.items() if concept["beside_background"]]
+    if easy:
         found.append(
-            f"Nothing of yours is without {_some(on_background)}: tested against background text, which is easy."
+            f"Too little of yours is without {_some(easy)} to train and to test on: compared with background text,"
+            " which is easy to tell from anything, for words and embeddings too."
         )
     return found
 
@@ -168,31 +188,35 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
     lines += ["", "## Alert thresholds", ""]
     lines.append(
         f"Of single tokens, to a false-positive rate of {quality['fpr']:g} on parts that neither trained nor test,"
-        " background among them; then what of the test exceeds them."
+        " background among them; then what of the test exceeds them. Tokens of one text are alike: all count as so many"
+        " independent ones."
     )
     lines += [
         "",
-        "| concept | threshold | benign tokens | of tokens with it | of tokens without it | of texts without it |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| concept | threshold | benign tokens | independent | of tokens with it | of others | of texts without it |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for id, found in shown.items():
         alert, test = found["alert"], found["alert"]["test"]
         cells = [_number(test[key]["rate"]) for key in ("with", "without", "texts_without")]
-        lines.append(f"| {names[id]} | {alert['threshold']:.4f} | {alert['n']} | {' | '.join(cells)} |")
+        counts = f"{alert['n']} | {alert['effective']}"
+        lines.append(f"| {names[id]} | {_threshold(alert)} | {counts} | {' | '.join(cells)} |")
     if any("precision" in found for found in shown.values()):
+        precise = next(name for name in quality["alert_sets"] if name.startswith("precision"))
         lines += [
             "",
-            f"The set `{quality['alert_sets'][0]}`, which is recommended: the lowest threshold over which that share of"
-            " the tokens that fire is of the concept, in the mix of the texts given here, which may not be yours.",
+            f"The set `{precise}`{', which is recommended' * (quality['alert_sets'][0] == precise)}: the lowest"
+            " threshold over which, with 95 % confidence, that share of the tokens that fire is of the concept, in the"
+            " mix of the texts given here, which may not be yours.",
             "",
             "| concept | threshold | right of the tokens that fire, to calibrate | and of the test |",
             "|---|---:|---:|---:|",
         ]
         for id, found in shown.items():
             own = found["precision"]
-            reached = f"{own['right']} of {own['fired']}" if own["fired"] else "not reached: it never fires"
-            test = f"{own['test']['count']} of {own['test']['n']}"
-            lines.append(f"| {names[id]} | {own['threshold']:.4f} | {reached} | {test} |")
+            reached = f"{own['right']} of {own['fired']}" if own["fired"] else "not shown to be reached"
+            test = f"{own['test']['count']} of {own['test']['n']}" if own["fired"] else "–"
+            lines.append(f"| {names[id]} | {_threshold(own)} | {reached} | {test} |")
     fires = quality["background_fires"]
     if fires is not None:
         lines += [
@@ -219,6 +243,10 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
 def _kinds(quality: Mapping[str, Any]) -> str:
     areas = [f"{name} {area:.3f}" for name, area in quality["kinds"].items()]
     return f", chosen by AUROC on a fifth of the training groups ({', '.join(areas)})" if areas else ""
+
+
+def _threshold(found: Mapping[str, Any]) -> str:
+    return "none" if found["threshold"] is None else f"{found['threshold']:.4f}"
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,8 @@
     controls.words()                                   # [S, P] scores of a logistic regression on TF-IDF
     controls.shuffled()                                # [P] mean AUROC where labels are shuffled
 
-All learn on the parts that train, none on the background, and take their penalties by the same cross-validation.
+All learn on the parts that train, on the background where nothing else is without a concept (`Dataset.compared`), and
+take their penalties by the same cross-validation.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ class Controls:
 
     def __init__(self, data: Dataset, pooled: Tensor, *, seed: int) -> None:
         self._data, self._seed = data, seed
-        self.train: Mask = data.of("train") & ~data.background & ~pooled[:, 0].isnan().numpy()
+        self._known = data.compared
+        asked = (self._known >= 0).any(axis=1)
+        self._test: Mask = data.of("test") & asked
+        self.train: Mask = data.of("train") & asked & ~pooled[:, 0].isnan().numpy()
         x = pooled.float()
         mean, scale = x[self.train].mean(0), x[self.train].std(0).clamp(min=1e-6)
         self._pooled = ((x - mean) / scale).nan_to_num()
 
     def pooled(self) -> Doubles:
         """Logistic regression on the mean state of a part."""
-        return self._learnt(Dense(self._pooled), self._data.known)
+        return self._learnt(Dense(self._pooled))
 
     def words(self) -> Doubles:
         """Logistic regression on the words of a part."""
         texts = self.texts
         vocabulary = self.vocabulary
-        return self._learnt(vocabulary.features(texts), self._data.known)
+        return self._learnt(vocabulary.features(texts))
 
     @property
     def texts(self) -> list[str]:
@@ -63,9 +67,7 @@ class Controls:
         """Logistic regression on how many tokens and characters a part has."""
         n_tokens = [len(positions) for positions in self._data.positions]
         n_chars = [len(text) for text in self.texts]
-        return self._learnt(
-            _standardised(np.log1p(np.stack([n_tokens, n_chars], axis=1)), self.train), self._data.known
-        )
+        return self._learnt(_standardised(np.log1p(np.stack([n_tokens, n_chars], axis=1)), self.train))
 
     def position(self) -> Doubles:
         """Logistic regression on where the tokens of a part stand in their text."""
@@ -73,31 +75,29 @@ class Controls:
             (positions.mean(), positions.mean() / len(self._data.tokens[document]))
             for document, positions in zip(self._data.document, self._data.positions, strict=True)
         ]
-        return self._learnt(_standardised(np.asarray(places), self.train), self._data.known)
+        return self._learnt(_standardised(np.asarray(places), self.train))
 
     def shuffled(self) -> Doubles:
         """Mean AUROC `[P]` of probes whose labels were shuffled among groups, in training and in the test."""
-        n_concepts = self._data.known.shape[1]
+        n_concepts = self._known.shape[1]
         n_repeats = max(1, math.ceil(_REPEATS / n_concepts))
         generator = np.random.default_rng([self._seed, 1])
-        known = np.concatenate([_shuffled(self._data, generator) for _ in range(n_repeats)], axis=1)
-        test = self._data.of("test") & ~self._data.background
+        known = np.concatenate([_shuffled(self._known, self._data.group, generator) for _ in range(n_repeats)], axis=1)
         weak = torch.full((known.shape[1],), 0.01)
         found = []
         for begin in range(0, known.shape[1], _AT_ONCE):
             own = known[:, begin : begin + _AT_ONCE]
             w, b = fit_logistic(Dense(self._pooled[self.train]), self._targets(own), weak[begin : begin + _AT_ONCE])
-            scores = logits(Dense(self._pooled[test]), w, b)
-            found.append(auroc(scores, torch.from_numpy(own[test])).numpy())
+            scores = logits(Dense(self._pooled[self._test]), w, b)
+            found.append(auroc(scores, torch.from_numpy(own[self._test])).numpy())
         return _mean_of_known(np.concatenate(found).reshape(n_repeats, n_concepts))
 
     def random(self) -> Doubles:
         """Mean AUROC `[P]` of random directions, each taken the way round in which it tells more."""
-        n_repeats = max(20, _REPEATS // self._data.known.shape[1])
+        n_repeats = max(20, _REPEATS // self._known.shape[1])
         generator = torch.Generator().manual_seed(self._seed + 1)
         directions = torch.randn(n_repeats, self._pooled.shape[1], generator=generator)
-        test = self._data.of("test") & ~self._data.background
-        scores, known = self._pooled[test] @ directions.T, torch.from_numpy(self._data.known[test])
+        scores, known = self._pooled[self._test] @ directions.T, torch.from_numpy(self._known[self._test])
         areas = np.stack([auroc(scores[:, i : i + 1].expand(known.shape), known).numpy() for i in range(n_repeats)])
         return _mean_of_known(np.maximum(areas, 1 - areas))
 
@@ -105,12 +105,12 @@ class Controls:
         of_train = known[self.train]
         return Targets(torch.arange(len(of_train)), torch.from_numpy(of_train))
 
-    def _learnt(self, features: Features, known: Known) -> Doubles:
+    def _learnt(self, features: Features) -> Doubles:
         trains, group = torch.from_numpy(self.train), self._data.group[self.train]
         own = features.rows(trains)
         found = []
-        for begin in range(0, known.shape[1], _AT_ONCE):
-            of_block = known[:, begin : begin + _AT_ONCE]
+        for begin in range(0, self._known.shape[1], _AT_ONCE):
+            of_block = self._known[:, begin : begin + _AT_ONCE]
             targets = self._targets(of_block)
             folds = deal(_numbered(group), of_block[self.train], seed=self._seed, n_folds=_N_FOLDS)
             l2 = best_penalties(cross_validated(own, targets, folds, _PENALTIES), _PENALTIES)
@@ -133,12 +133,12 @@ def _standardised(values: np.ndarray, train: Mask) -> Dense:
     return Dense(torch.from_numpy(((values - mean) / scale).astype(np.float32)))
 
 
-def _shuffled(data: Dataset, generator: np.random.Generator) -> Known:
-    """Return labels `[S, P]` dealt out anew: all parts of a group have those of one part, any of all."""
-    parts = np.flatnonzero(~data.background)
-    groups = np.unique(data.group[parts])
+def _shuffled(known: Known, group: Ints, generator: np.random.Generator) -> Known:
+    """Return labels `[S, P]` dealt out anew: all parts of a group have those of one part, any of all that have some."""
+    parts = np.flatnonzero((known >= 0).any(axis=1))
+    groups = np.unique(group[parts])
     given = dict(zip(groups.tolist(), generator.permutation(parts)[: len(groups)].tolist(), strict=True))
-    known = data.known.copy()
-    for part in np.flatnonzero(~data.background):
-        known[part] = data.known[given[int(data.group[part])]]
-    return known
+    dealt = known.copy()
+    for part in parts:
+        dealt[part] = known[given[int(group[part])]]
+    return dealt

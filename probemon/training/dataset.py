@@ -59,6 +59,22 @@ class Dataset:
         return np.isin(self.split, names)
 
     @cached_property
+    def beside_background(self) -> Mask:
+        """Which concepts have nothing else without them, or not enough of it to train and to test on `[P]`."""
+        absent = (self.known == 0) & ~self.background[:, None]
+        lacking: Mask = ~np.stack([absent[self.of(name)].any(axis=0) for name in ("train", "test")])
+        return np.asarray(lacking.any(axis=0))
+
+    @cached_property
+    def compared(self) -> Known:
+        """What baselines and layers are compared on `[S, P]`: as `known`, with the background, which is easy to tell,
+        for those concepts alone that are `beside_background`.
+        """
+        known = self.known.copy()
+        known[np.ix_(self.background, ~self.beside_background)] = -1
+        return known
+
+    @cached_property
     def is_tree(self) -> bool:
         """Whether a concept has parents."""
         return any(self.parents)
@@ -183,11 +199,55 @@ class Dataset:
                         else f"give {FEWEST_GROUPS} or more, or {FEWEST_OWN} and let the model write others (generate)"
                     )
                 )
-            if not ((self.known[:, p] == 0) & (self.split == "train")).any():
-                raise TrainingError(
-                    f"nothing is without the concept {concept.id!r}: give texts with it in 'not', counterexamples, or"
-                    " background text"
-                )
+            self._check_absent(p)
+
+    def _check_absent(self, p: int) -> None:
+        """Raise `TrainingError` where what is without a concept is too little to train, calibrate and test on, or says
+        nothing of it where its parents are.
+        """
+        id, parents = self.concepts[p].id, self.concepts[p].parents
+        absent = self.known[:, p] == 0
+        if not (absent & (self.split != OUTSIDE)).any():
+            raise TrainingError(
+                f"nothing is without the concept {id!r}: give texts with it in 'not', counterexamples, or background"
+                " text"
+            )
+        if not all((absent & self.of(name)).any() for name in SHARES):
+            n = len(np.unique(self.group[absent & (self.split != OUTSIDE)]))
+            raise TrainingError(
+                f"what is without the concept {id!r} is in {n} group{'' if n == 1 else 's'} (pairs, documents and near"
+                " duplicates count once), which is too few to train, calibrate and test on: give more of them, or"
+                " background text"
+            )
+        if parents and not (absent & self._may_be(p) & self.of("train")).any():
+            raise TrainingError(
+                f"nothing of {' or '.join(map(repr, parents))} is known to be without {id!r}, so nothing tells them"
+                f" apart: give counterexamples of {id!r}, a concept beside it, or texts with it in 'not'"
+            )
+
+    def _may_be(self, p: int) -> Mask:
+        """Which parts may have a parent of a concept `[S]`: of which a child learns."""
+        return ~(self.known[:, list(self.parents[p])] == 0).all(axis=1)
+
+    @cached_property
+    def learnt(self) -> Known:
+        """What each concept learns from `[S, P]`: as `known`, below parents without the parts that have none of them.
+
+        So its siblings are its negatives, and what is said not to be of it, where nothing is said of its parents.
+        """
+        return self._inside(self.known)
+
+    @cached_property
+    def compared_inside(self) -> Known:
+        """`compared`, of what each concept learns from."""
+        return self._inside(self.compared)
+
+    def _inside(self, known: Known) -> Known:
+        found = known.copy()
+        for p, above in enumerate(self.parents):
+            if above:
+                found[~self._may_be(p), p] = -1
+        return found
 
 
 def _renumbered(group: Ints, labels: Known, use: Mask) -> tuple[Ints, Known]:

@@ -26,6 +26,7 @@ import difflib
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.errors import TrainingError
+from probemon.packs.manifest import CONTROL
 from probemon.training.example_files import Source, read_rows
 
 RESTS = ("negative", "unknown")
@@ -172,6 +174,8 @@ def read_examples(
     for example in texts:
         for id in example.named:
             concepts.setdefault(id, Concept(id, id))
+    for concept in concepts.values():
+        _check_concept(concept)
     above = _above(concepts)
     if not texts:
         raise TrainingError(
@@ -183,6 +187,19 @@ def read_examples(
     closed = tuple(_closed(example, concepts, follows, exclusive) for example in texts)
     _check_of_concepts(closed)
     return Examples(concepts, above, closed)
+
+
+def _check_concept(concept: Concept) -> None:
+    """Raise `TrainingError`, before any work is done, for what no pack can hold."""
+    for text in (concept.id, concept.name):
+        if CONTROL.search(text):
+            raise TrainingError(
+                f"a concept is called {ascii(text)[:100]}: give a text without control characters, on which a terminal"
+                " would act"
+            )
+    twice = [parent for parent, n in Counter(concept.parents).items() if n > 1]
+    if twice:
+        raise TrainingError(f"the concept {concept.id!r} has the parent {twice[0]!r} twice: give it once")
 
 
 def _above(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:

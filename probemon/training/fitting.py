@@ -2,14 +2,13 @@
 
     rows = Rows.of(store, data, site, which, spec, dtype, most_bytes=..., seed=0)     # x standardised, part, ...
     linear = fit_linear(rows, l2)                           # {"w1" [P, 1, D], "b1" [P, 1]}, of standardised states
-    conditional(known, parents)                             # [S, P]: a child is learnt where a parent of it is
 
-A child of a hierarchy learns, among what its parents are, what is of it: its siblings are its negatives.
+A child of a hierarchy learns, among what its parents are, what is of it: see `Dataset.learnt`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,15 +102,6 @@ def prepared(states: SiteStates, row: Tensor, spec: InputSpec, dtype: torch.dtyp
 def row_parts(data: Dataset, store: StateStore) -> Tensor:
     """Return the part of each row of a store `[R]`."""
     return torch.from_numpy(data.part_of(store.document, store.position))
-
-
-def conditional(known: Known, parents: Sequence[Sequence[int]]) -> Known:
-    """Return what each concept learns from `[S, P]`: below parents, only where one of them is; -1 elsewhere."""
-    learnt = known.copy()
-    for p, above in enumerate(parents):
-        if above:
-            learnt[~(known[:, list(above)] == 1).any(axis=1), p] = -1
-    return learnt
 
 
 def balanced(known: Known, background: Mask) -> Tensor:

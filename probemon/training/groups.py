@@ -13,7 +13,6 @@ at a time.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -23,19 +22,18 @@ import numpy.typing as npt
 from probemon.core.hierarchy import Ints, Mask
 from probemon.training.examples import Example
 from probemon.training.texts import Text
-from probemon.training.words import WORD
+from probemon.training.words import words_in
 
 NEAR = 0.7
 # A pair that overlaps by .7 shares one of the bands with a chance of .9999, one that overlaps by .3 with .23.
 _BANDS, _ROWS = 32, 4
 _SHINGLE = 3  # words
 _PRIME = (1 << 61) - 1
-_WORDS = re.compile(WORD)
 
 
 def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
     """Number the groups of texts, in the order of their first text. Texts of one `groups` entry, the same text but for
-    case, marks and spaces, and near duplicates have one number.
+    case, marks, spaces and how it is encoded, and near duplicates have one number.
     """
     parent = list(range(len(texts)))
 
@@ -50,7 +48,7 @@ def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
         parent[max(a, b)] = min(a, b)
 
     named: dict[str, int] = {}
-    words = [_WORDS.findall(text.casefold()) for text in texts]
+    words = [words_in(text, marks=False) for text in texts]
     same: dict[tuple[str, ...] | str, int] = {}
     for i, name in enumerate(groups):
         if name is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from probemon.core.aggregate import Each
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.intervals import clopper_pearson
+from probemon.core.intervals import clustered, design_effect
 from probemon.core.scores import Floats
-from probemon.training.calibration import Precise, Threshold, as_floats, precision_thresholds, thresholds
+from probemon.training.calibration import Precise, Threshold, as_floats, number, precision_thresholds, thresholds
 from probemon.training.choice import Choice
 from probemon.training.controls import Controls
 from probemon.training.crossvalidation import Doubles, best_penalties, cross_validated, deal, part_means
@@ -51,6 +50,7 @@ class Measured:
 
     - `rows [R]`: rows of the store that were scored; `part [R]` of each; `scores [R, P]` fp32
     - `method` of the probes that are written, and the areas `kinds` by which it was chosen
+    - `n_read [S]`: tokens of each part whose states were kept
     - `highest`: by method, the score of each part `[S, P]`: see `part_scores`; NaN of those that train
     - `baselines`: by name, scores of each part `[S, P]`
     - `of_tokens`, `of_texts`: alert thresholds of single tokens, and of running scores by text
@@ -64,6 +64,7 @@ class Measured:
     rows: Ints
     part: Ints
     position: Ints
+    n_read: Ints
     scores: Floats
     highest: Mapping[str, Doubles]
     each: Doubles
@@ -99,7 +100,7 @@ class Measured:
                 scores = own
         controls = Controls(data, _pooled(data, store, part, fitted), seed=settings.seed)
         giveaways = controls.vocabulary.giveaways(
-            [data.text_of(int(i)) for i in np.flatnonzero(controls.train)], data.known[controls.train]
+            [data.text_of(int(i)) for i in np.flatnonzero(controls.train)], data.compared[controls.train]
         )
         baselines = {
             "words": controls.words(),
@@ -119,6 +120,7 @@ class Measured:
             rows,
             parts[rows],
             position,
+            np.bincount(parts, minlength=n_parts),
             scores,
             highest,
             part_scores(data, Each(), torch.from_numpy(scores), of_rows),
@@ -128,23 +130,32 @@ class Measured:
             giveaways,
             controls.shuffled(),
             controls.random(),
-            thresholds(scores, parts[rows], benign, fpr=settings.fpr),
+            thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
             # Stretches have no running score, and a rule is not asked of them.
-            thresholds(highest[fitted.method], np.arange(n_parts), benign & ~data.of_span[:, None], fpr=settings.fpr),
+            thresholds(
+                highest[fitted.method],
+                np.arange(n_parts),
+                benign & ~data.of_span[:, None],
+                data.group,
+                fpr=settings.fpr,
+            ),
             None
             if settings.precision is None
             else precision_thresholds(
-                scores, parts[rows], data.known, data.of("calibrate"), precision=settings.precision
+                scores, parts[rows], data.known, data.of("calibrate"), data.group, precision=settings.precision
             ),
         )
 
     @property
     def alert_sets(self) -> dict[str, Floats]:
-        """Alert thresholds of single tokens `[P]` by the name of their set, the one that is recommended first."""
-        sets = {f"rate_{self.settings.fpr:g}": as_floats(self.of_tokens)}
-        if self.precise is not None:
-            sets = {f"precision_{self.settings.precision:g}": as_floats(self.precise), **sets}
-        return sets
+        """Alert thresholds of single tokens `[P]` by the name of their set, the recommended one first: that of a
+        precision where every concept reaches it.
+        """
+        rate = {f"rate_{self.settings.fpr:g}": as_floats(self.of_tokens)}
+        if self.precise is None:
+            return rate
+        precise = {f"precision_{self.settings.precision:g}": as_floats(self.precise)}
+        return {**precise, **rate} if all(own.reached for own in self.precise) else {**rate, **precise}
 
     @property
     def alert_threshold(self) -> Floats:
@@ -157,32 +168,26 @@ class Measured:
         values = as_floats(self.of_texts)
         return np.where([threshold.holds for threshold in self.of_texts], values, np.nan).astype(np.float32)
 
-    @cached_property
-    def test(self) -> Mask:
-        """The parts that test `[S]`, without the background, which would make it too easy."""
-        return self.data.of("test") & ~self.data.background
-
-    @cached_property
-    def tests_on_background(self) -> list[bool]:
-        """Whether a concept has no test parts without it but the background `[P]`."""
-        return (~((self.data.known == 0) & self.test[:, None]).any(axis=0)).tolist()
-
     def test_of(self, concept: int) -> Mask:
-        """The parts that test a concept `[S]`."""
-        return self.data.of("test") if self.tests_on_background[concept] else self.test
+        """The parts that test a concept `[S]`, without the background where it would make it too easy."""
+        return self.data.of("test") & (self.data.compared[:, concept] >= 0)
 
     def counts(self) -> dict[str, Any]:
-        """How many texts and tokens each split has, as JSON."""
+        """How many texts and tokens of each split were read, as JSON, and for how many the budget had no room."""
         found = {}
         for name in ("train", "calibrate", "test", OUTSIDE):
             kinds = {" background": self.data.background, " generated": self.data.generated}
             for kind, mask in {"": ~self.data.background & ~self.data.generated, **kinds}.items():
                 of = self.data.of(name) & mask
                 if of.any():
-                    found[name + kind] = {
-                        "texts": len(np.unique(self.data.document[of])),
-                        "tokens": int(sum(len(self.data.positions[i]) for i in np.flatnonzero(of))),
+                    texts = len(np.unique(self.data.document[of]))
+                    tokens = int(sum(len(self.data.positions[i]) for i in np.flatnonzero(of)))
+                    read = {
+                        "texts": len(np.unique(self.data.document[of & (self.n_read > 0)])),
+                        "tokens": int(self.n_read[of].sum()),
                     }
+                    left_out = {"texts": texts - read["texts"], "tokens": tokens - read["tokens"]}
+                    found[name + kind] = {**read, "left_out": left_out} if left_out["tokens"] else read
         return found
 
     def quality(self) -> dict[str, Any]:
@@ -208,21 +213,21 @@ class Measured:
         known, group = self.data.known[own, p : p + 1], self.data.group[own]
 
         def area(values: Doubles) -> float | None:
-            use = (known[:, 0] >= 0) & ~np.isnan(values[own, p])
-            return _number(auroc_of(values[own, p][use], known[use, 0] == 1))
+            use = ~np.isnan(values[own, p]) & ~np.isnan(main[own, p])
+            return number(auroc_of(values[own, p][use], known[use, 0] == 1))
 
         main = self.highest[self.method]
         found: dict[str, Any] = {
             "site": self.choice.site_of[p],
             "l2": float(self.choice.l2[p]),
-            "tested_on_background": self.tests_on_background[p],
+            "beside_background": bool(self.data.beside_background[p]),
             **judge(main[own, p : p + 1], known, group, seed=seed)[0].as_dict(),
             "each": area(self.each),
             "mean": area(self.mean),
             "methods": {method: area(values) for method, values in self.highest.items()},
             "baselines": {name: area(self.baselines[name]) for name in BASELINES},
-            "shuffled": _number(self.shuffled[p]),
-            "random_direction": _number(self.random[p]),
+            "shuffled": number(self.shuffled[p]),
+            "random_direction": number(self.random[p]),
             "without_giveaways": None if self.masked is None else area(self.masked),
             "giveaways": self.giveaways[p],
             "n_generated": int(np.unique(self.data.document[self.data.generated & (self.data.known[:, p] == 1)]).size),
@@ -230,15 +235,12 @@ class Measured:
             "alert_of_texts": self.of_texts[p].as_dict(),
         }
         if self.precise is not None:
-            fires = self.scores[:, p] > np.float32(self.precise[p].value)
             of_test = np.where(self.data.of("test"), self.data.known[:, p], -1)[self.part]
-            found["precision"] = {
-                **self.precise[p].as_dict(),
-                "test": _share(int((fires & (of_test == 1)).sum()), int((fires & (of_test >= 0)).sum())),
-            }
+            fires = (self.scores[:, p] > np.float32(self.precise[p].value)) & (of_test >= 0)
+            found["precision"] = {**self.precise[p].as_dict(), "test": self._share(of_test[fires] == 1, fires)}
         for name in ("words", "embedding"):
             value, low, high = difference(main[own, p], self.baselines[name][own, p], known[:, 0], group, seed=seed)
-            found[f"over_{name}"] = {"difference": _number(value), "low": low, "high": high}
+            found[f"over_{name}"] = {"difference": number(value), "low": low, "high": high}
         outside = self.data.of(OUTSIDE)
         if outside.any():
             found["outside"] = judge(
@@ -252,10 +254,16 @@ class Measured:
         fires = self.scores[:, p] > np.float32(self.of_tokens[p].value)
         for name, side in (("with", 1), ("without", 0)):
             use = (own & (self.data.known[:, p] == side))[self.part]
-            found[name] = _share(int(fires[use].sum()), int(use.sum()))
+            found[name] = self._share(fires[use], use)
             texts = np.unique(self.part[use])
-            found[f"texts_{name}"] = _share(len(np.unique(self.part[use & fires])), len(texts))
+            found[f"texts_{name}"] = _share(len(np.unique(self.part[use & fires])), len(texts), 1.0)
         return found
+
+    def _share(self, found: Mask, use: Mask) -> dict[str, Any]:
+        """The share of tokens `use [R]` that are `found`; its interval knows that those of a group are alike."""
+        group = np.unique(self.data.group[self.part[use]], return_inverse=True)[1]
+        effect = design_effect(np.bincount(group, found), np.bincount(group)) if len(group) else 1.0
+        return _share(int(found.sum()), len(found), effect)
 
     def _fires_on_background(self) -> dict[str, Any] | None:
         use = (self.data.of("test") & self.data.background)[self.part]
@@ -269,15 +277,11 @@ class Measured:
         }
 
 
-def _share(count: int, n: int) -> dict[str, Any]:
+def _share(count: int, n: int, effect: float) -> dict[str, Any]:
     if not n:
         return {"count": count, "n": n, "rate": None}
-    low, high = clopper_pearson(count, n)
+    low, high = clustered(count, n, effect)
     return {"count": count, "n": n, "rate": count / n, "low": float(low), "high": float(high)}
-
-
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 def _scores(data: Dataset, store: StateStore, fitted: Fitted, rows: Ints) -> Iterator[tuple[str, Floats]]:
@@ -330,7 +334,7 @@ def _embedding(
             np.cumsum([0, *map(len, data.tokens)])[store.document] + store.position
         ]
     )
-    train = data.of("train") & ~data.background
+    train = data.of("train") & (data.compared >= 0).any(axis=1)
     used = torch.from_numpy(np.flatnonzero(train[part.numpy()]))
     most = max(1, _EMBEDDING_BYTES // (4 * table.shape[1]))
     if len(used) > most:
@@ -338,10 +342,10 @@ def _embedding(
     x = table[ids[used].to(table.device)].float().cpu()
     standard = Standard.of(x)
     own = Rows(standard(x), part[used], used, standard)
-    targets = Targets(own.part, torch.from_numpy(data.known))
+    targets = Targets(own.part, torch.from_numpy(data.compared))
     folds = np.full(len(data.known), -1, dtype=np.int64)
     group = np.unique(data.group[train], return_inverse=True)[1].astype(np.int64)
-    folds[train] = deal(group, data.known[train], seed=settings.seed, n_folds=3)
+    folds[train] = deal(group, data.compared[train], seed=settings.seed, n_folds=3)
     l2 = best_penalties(cross_validated(Dense(own.x), targets, folds))
     w, b = fit_logistic(Dense(own.x), targets, l2)
     scores = torch.empty(len(rows), len(b))

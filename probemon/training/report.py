@@ -197,7 +197,7 @@ def _text(data: Dataset, found: Measured, part: int, p: int) -> Element:
         if start < at:  # a character of several tokens, or a text that was sampled
             continue
         spans += [text[at:start]] if start - at <= 80 else [" … "]
-        fires = value > found.of_tokens[p].value
+        fires = value > found.alert_threshold[p]
         span = element("span", text[start:end], kind="fires" if fires else "", title=f"{value:.3f}")
         span.set("style", f"background: rgb(47 110 166 / {0.55 * value:.2f})")
         spans.append(span)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.aggregate import Aggregator, named
-from probemon.core.checks import check_choice, check_count, check_share
+from probemon.core.checks import check_choice, check_count, check_share, shown
 from probemon.core.probes import parse_site
 from probemon.errors import ConfigError
 from probemon.training.examples import ROLES
@@ -36,7 +36,8 @@ class TrainingSettings:
     - `generate`: a concept with fewer texts gets as many as it lacks from the model, which train and do nothing else
     - `background`: whether text about nothing in particular is learnt as being of no concept
     - `fpr`: the false-positive rate of alert thresholds
-    - `precision`: the share of what fires that is to be right, for a further set of thresholds, then recommended
+    - `precision`: the share of what fires that is to be right, for a further set of thresholds, which is recommended
+      where every concept is shown to reach it
     - `states`: a folder for hidden states, kept for the next run; `budget`: its size in bytes
     - `memory`: bytes of states in memory at once
     """
@@ -87,6 +88,8 @@ class TrainingSettings:
 
     def sites(self, n_layers: int) -> list[str]:
         """Return the sites to try in a host of so many layers, the earliest first. Raises `ConfigError`."""
+        if isinstance(self.layers, bool) or not isinstance(self.layers, (str, int, Sequence)):
+            raise ConfigError(f'layers is {shown(self.layers)}: give "auto", or numbers of layers')
         if self.layers == "auto":
             return [f"resid_post.{layer}" for layer in sorted({int(depth * n_layers) for depth in DEPTHS})]
         given: list[Any] = [self.layers] if isinstance(self.layers, int) else list(self.layers)

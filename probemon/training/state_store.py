@@ -38,7 +38,7 @@ from probemon.offline.windows import Reading, Shard, Tokens, shards
 from probemon.training.texts import Text
 
 STATE, BUDGET = "states.json", 4 << 30
-_FORMAT = 2
+_FORMAT = 3
 # Of texts that lie there so many are read again; their states may differ by this share of their length, by rounding.
 _READ_AGAIN, _ROUNDING = 3, {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -100,6 +100,11 @@ class StatePlan:
     def n_rows(self) -> int:
         return sum(map(len, self.kept))
 
+    def kinds(self) -> list[tuple[StateReader, list[int]]]:
+        """Return a reader, and the texts that it reads, by place: those of which tokens are kept."""
+        read = [(reader, [i for i in places if len(self.kept[i])]) for reader, places in self.reader.kinds(self.texts)]
+        return [(reader, places) for reader, places in read if places]
+
     @property
     def key(self) -> dict[str, Any]:
         """What the states depend on, as JSON."""
@@ -133,21 +138,26 @@ def within_budget(
 ) -> list[Ints]:
     """Return which of the `wanted` positions of each text are kept, in at most about `budget` bytes.
 
-    Texts that are `whole` keep all their tokens where those take at most three quarters of it. Of the others, and of
-    all where that is not enough, tokens are drawn, each as likely: by the seed and by their place alone.
+    Texts that are `whole` keep all their tokens, or none: a running score over some of them is not that of the text.
+    Where not all have room, whole texts take at most three quarters of it, in an order drawn by the seed; of the others
+    tokens are drawn, each as likely, by the seed and by their place alone.
     """
-    n_whole = sum(len(kept) for kept, is_whole in zip(wanted, whole, strict=True) if is_whole)
-    n_others = sum(map(len, wanted)) - n_whole
+    lengths, is_whole = np.asarray(list(map(len, wanted)), dtype=np.int64), np.asarray(whole, dtype=bool)
     room = budget / row_bytes
-    share_whole = min(1.0, 0.75 * room / n_whole) if n_whole and n_whole + n_others > room else 1.0
-    share_others = min(1.0, max(0.0, room - share_whole * n_whole) / n_others) if n_others else 1.0
+    taken = is_whole.copy()
+    if lengths.sum() > room:
+        drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_whole))
+        taken[drawn[np.cumsum(lengths[drawn]) > 0.75 * room]] = False
+    n_others = int(lengths[~is_whole].sum())
+    share = min(1.0, max(0.0, room - int(lengths[taken].sum())) / n_others) if n_others else 1.0
     kept = []
     for i, positions in enumerate(wanted):
-        share = share_whole if whole[i] else share_others
-        if share < 1 and len(positions):
-            drawn = sample(share, seed, i, positions)
+        if is_whole[i]:
+            positions = positions if taken[i] else positions[:0]
+        elif share < 1 and len(positions):
+            chosen = sample(share, seed, i, positions)
             # A text of which nothing was drawn keeps its last token: it would be left out else.
-            positions = positions[-1:] if drawn is None else positions[drawn]
+            positions = positions[-1:] if chosen is None else positions[chosen]
         kept.append(positions)
     return kept
 
@@ -198,12 +208,12 @@ def collect_states(
     """
     folder = Path(folder)
     sites, key = plan.reader.sites, plan.key
-    order = [i for _, places in plan.reader.kinds(plan.texts) for i in places]
+    order = [i for _, places in plan.kinds() for i in places]
     document = np.repeat(np.asarray(order, dtype=np.int64), [len(plan.kept[i]) for i in order])
     position = np.concatenate([np.zeros(0, dtype=np.int64), *(plan.kept[i] for i in order)])
     dtype = plan.reader.host.dtype
     lengths = [len(plan.kept[i]) for i in order]
-    first = np.zeros(len(order), dtype=np.int64)
+    first = np.zeros(len(plan.texts), dtype=np.int64)
     first[order] = np.cumsum(lengths) - lengths
     store = StateStore(folder, sites, key["width"], dtype, document, position, first)
     rows, done = _begun(folder, key, key["width"] * dtype.itemsize)
@@ -211,12 +221,12 @@ def collect_states(
         rows, done = 0, 0
     if done == len(order):
         if progress is not None:
-            progress(sum(map(len, plan.tokens)))
+            progress(sum(len(plan.tokens[i]) for i in order))
         return store
     with _Files(folder, sites, len(document), key["width"], dtype, rows) as files:
         write_text_atomically(folder / STATE, _stated(key, rows, done))
         skipped = done
-        for reader, places in plan.reader.kinds(plan.texts):
+        for reader, places in plan.kinds():
             if skipped >= len(places):
                 skipped -= len(places)
                 continue

@@ -67,10 +67,13 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str]) -> Text:
             f"{example.where} is a chat, and this model's tokenizer has no chat template: give texts, or another model"
         )
     text, places = _placed(example, tokenizer)
-    counted = [place for message, place in zip(example.messages, places, strict=True) if message["role"] in roles]
+    of_roles = [place for message, place in zip(example.messages, places, strict=True) if message["role"] in roles]
+    counted = [(start, end) for start, end in of_roles if text[start:end].strip()]
     if not counted:
+        silent = " that says anything" if of_roles else ""
         raise TrainingError(
-            f"{example.where} has no turn of {' or '.join(roles)}, of whom its labels would be: choose others by --on"
+            f"{example.where} has no turn of {' or '.join(roles)}{silent}, of whom its labels would be: choose others"
+            " by --on"
         )
     return Text(example.where, text, tuple(counted), is_chat=True)
 

@@ -27,7 +27,7 @@ from probemon.core.familiarity import Familiar
 from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import InputSpec
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, TrainingError
 from probemon.host.fingerprint import fingerprint
 from probemon.host.loading import load_model
 from probemon.host.model import find_layers, hidden_size, unwrap
@@ -42,9 +42,8 @@ from probemon.training.crossvalidation import cross_validated, curve, deal
 from probemon.training.dataset import Dataset
 from probemon.training.example_files import Source
 from probemon.training.examples import Examples, read_examples
-from probemon.training.fitting import BESIDE, Fitted, Rows, conditional, fit_linear, prepared, row_parts
+from probemon.training.fitting import BESIDE, Fitted, Rows, fit_linear, prepared, row_parts
 from probemon.training.generated import with_generated
-from probemon.training.labels import Known
 from probemon.training.logistic import Dense, Targets
 from probemon.training.measured import Measured
 from probemon.training.report import report_html
@@ -180,8 +179,15 @@ class _Job:
         kept = within_budget(
             data.wanted, data.whole.tolist(), row_bytes=row_bytes, budget=self.settings.budget, seed=self.settings.seed
         )
+        for name in ("calibrate", "test"):
+            if not any(len(kept[i]) for i in data.document[data.of(name)]):
+                most = sum(map(len, data.wanted)) * row_bytes
+                raise TrainingError(
+                    f"no text has room to {name} on in the budget of {self.settings.budget} bytes: {most} are enough"
+                    " for all (--budget), fewer layers need less (--layers)"
+                )
         plan = StatePlan(self.reader, data.texts, data.tokens, kept)
-        total, done = sum(map(len, data.tokens)), 0
+        total, done = sum(len(data.tokens[i]) for _, places in plan.kinds() for i in places), 0
         self.say(
             f"{len(data.texts)} texts of {total} tokens; states of {plan.n_rows} tokens at {len(self.sites)} layers"
             f" ({plan.n_rows * row_bytes / 1e9:.2f} GB)"
@@ -206,13 +212,12 @@ class _Job:
         """Choose, fit, calibrate, measure and write."""
         store = self.states(data)
         part = row_parts(data, store)
-        learnt = conditional(data.known, data.parents)
-        choice = self.choose(data, store, part, learnt)
+        choice = self.choose(data, store, part)
         self.say(
             f"site {', '.join(sorted(set(choice.site_of)))}: AUROC by cross-validation"
             f" {max(value for value, _ in choice.curve):.3f} at best"
         )
-        fitted = self.fit(data, store, part, learnt, choice)
+        fitted = self.fit(data, store, part, choice)
         found = Measured.of(data, store, part, fitted, choice, self.settings, self.host)
         quality = found.quality()
         page = report_html(name, data, found, quality)
@@ -257,10 +262,10 @@ class _Job:
             write_text_atomically(Path(report), page)
         return Trained(pack, quality, page)
 
-    def choose(self, data: Dataset, store: StateStore, part: Tensor, learnt: Known) -> Choice:
+    def choose(self, data: Dataset, store: StateStore, part: Tensor) -> Choice:
         """Cross-validate every site, and choose one for all concepts, or another where that is clearly better."""
-        train = data.of("train")
-        use = train & ~data.background
+        learnt = data.compared_inside
+        use = data.of("train") & (learnt >= 0).any(axis=1)
         folds = np.full(len(data.known), -1, dtype=np.int64)
         folds[use] = deal(_numbered(data.group[use]), learnt[use], seed=self.settings.seed)
         targets = Targets(torch.zeros(0, dtype=torch.int64), torch.from_numpy(learnt))
@@ -272,7 +277,7 @@ class _Job:
             self.say(f"layer {i + 1} of {len(self.sites)}, {site}: AUROC {curve(tables[-1:])[0][0]:.3f}")
         return Choice.of(self.sites, tables, alone=not data.is_tree)
 
-    def fit(self, data: Dataset, store: StateStore, part: Tensor, learnt: Known, choice: Choice) -> Fitted:
+    def fit(self, data: Dataset, store: StateStore, part: Tensor, choice: Choice) -> Fitted:
         """Fit the probes of every site that was chosen, by every method."""
         used = [site for site in self.sites if site in choice.site_of]
         n_concepts = len(data.concepts)
@@ -289,7 +294,7 @@ class _Job:
             own = np.flatnonzero(input_of == i)
             rows = self._rows(store, part, data.of("train"), site, self.settings.memory)
             problem = Problem(
-                data, rows, own.tolist(), learnt, choice.l2[own], self.settings.aggregator, self.settings.seed
+                data, rows, own.tolist(), data.learnt, choice.l2[own], self.settings.aggregator, self.settings.seed
             )
             if method == "auto":
                 # Sites of a pack have probes of one kind: that of the first, which serves the most.

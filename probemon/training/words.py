@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,15 +25,30 @@ from probemon.training.logistic import Sparse
 _UNSPACED = (
     r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
-WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+"
-_WORDS = re.compile(rf"{WORD}|[$€£!?]")
+# Within a word and no letters: accents of their own, soft hyphens, spaces and marks of no width.
+_INVISIBLE = (
+    r"\u00ad\u0300-\u036f\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff"
+)
+_WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+(?:[{_INVISIBLE}]+[^\W{_UNSPACED}]*)*"
+_WORDS, _WORDS_AND_MARKS = re.compile(_WORD), re.compile(rf"{_WORD}|[$€£!?]")
 _MOST_WORDS = 20_000
 N_GIVEAWAYS = 20
 
 
-def words_in(text: str) -> list[str]:
-    """Return the words of a text in small letters, and a few marks that tell as much."""
-    return _WORDS.findall(text.casefold())
+def words_in(text: str, *, marks: bool = True) -> list[str]:
+    """Return the words of a text in small letters, and a few `marks` that tell as much.
+
+    A word is the same however it is encoded (Unicode's NFKC), with what has no width in it or without.
+    """
+    found = (_WORDS_AND_MARKS if marks else _WORDS).findall(text.casefold())
+    return found if text.isascii() else [_plain(word) for word in found]
+
+
+def _plain(word: str) -> str:
+    if word.isascii():
+        return word
+    composed = unicodedata.normalize("NFKC", "".join(c for c in word if unicodedata.category(c) != "Cf"))
+    return composed.casefold()
 
 
 @dataclass(frozen=True)
@@ -102,4 +118,4 @@ def _entropy(p: np.ndarray) -> np.ndarray:
 def places_of(words: Collection[str], text: str) -> list[tuple[int, int]]:
     """Return where words stand in a text."""
     chosen = set(words)
-    return [match.span() for match in _WORDS.finditer(text) if match[0].casefold() in chosen]
+    return [match.span() for match in _WORDS_AND_MARKS.finditer(text) if _plain(match[0].casefold()) in chosen]

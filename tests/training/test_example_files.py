@@ -175,12 +175,18 @@ def test_a_circle_and_a_contradiction_are_told():
         ("a.jsonl", "[1]\n", "line 1 is list"),
         ("a.csv", "text,labels\na,b,c\n", "row 1 has more or fewer cells"),
         ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv is no table of texts \(unexpected end of data\)"),
-        ("a.csv", f"text,labels\n{'a' * 200_000},x\n", "field larger than field limit"),
         ("a.parquet", "PAR1 and more PAR1", "a.parquet is no parquet"),
         ("a.yaml", "- [", "is no YAML"),
         ("a.yaml", "text: 3", "give a list of concepts"),
         ("a.yaml", "- {name: a}", "concept 1 has no 'id'"),
         ("a.yaml", "- {id: a, colour: red}", "has 'colour'"),
+        ("a.yaml", "- {id: a, examples: [2026-13-45]}", "is no YAML: month must be in 1..12"),
+        ("a.yaml", "[" * 5000, "is nested too deeply"),
+        ("a.yaml", "- id: a\n  examples: [b]\n  examples: [c]\n", "line 3: 'examples' is in line 2 already"),
+        ("a.yaml", "- &a {id: a, examples: [*a]}", "'examples' holds"),
+        ("a.yaml", '- {id: "a\\x1b[2J", examples: [b]}', "a text without control characters"),
+        ("a.yaml", "- {id: a, examples: [b]}\n- {id: c, parents: [a, a], examples: [d]}", "parent 'a' twice"),
+        ("a.jsonl", '{"text": "a", "labels": ["b\\u0007"]}', "a text without control characters"),
         ("a.docx", "", "its kind is unknown"),
         ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
     ],
@@ -192,6 +198,11 @@ def test_a_wrong_file_is_named(tmp_path, name, content, said):
         read_examples(path)
     with pytest.raises(TrainingError, match=r"no such file.*did you mean"):
         read_examples(tmp_path / f"{name[:-1]}")
+
+
+def test_a_long_cell_is_a_text(tmp_path):
+    (tmp_path / "a.csv").write_text(f"text,labels\n{'a' * 200_000},x\n")
+    assert len(read_examples(tmp_path / "a.csv").texts[0].text) == 200_000
 
 
 def test_a_table_with_a_column_twice_or_an_answer_for_a_label_is_refused(tmp_path):

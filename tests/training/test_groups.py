@@ -1,11 +1,13 @@
 """No text trains probes and tests them: what belongs together stays together, whatever was planted."""
 
+import unicodedata
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from probemon.training.groups import NEAR, group_texts, split_groups
-from probemon.training.words import words_in
+from probemon.training.words import places_of, words_in
 
 SHARES = {"train": 0.5, "calibrate": 0.2, "test": 0.3}
 words = st.lists(st.sampled_from([f"w{i}" for i in range(40)]), min_size=1, max_size=60)
@@ -55,6 +57,22 @@ def test_words_need_no_spaces_between_them():
     near, other = one.replace("花园", "院子"), "轮船明天早上从港口出发，将于星期五晚上到达对面的岛屿"
     assert group_texts([one, other, near], [None] * 3).tolist() == [0, 1, 0]
     assert words_in("小狗 runs, ไป!") == ["小", "狗", "runs", "ไ", "ป", "!"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(["NFC", "NFD", "NFKC", "NFKD"]))
+def test_a_copy_is_one_however_it_is_encoded(rng, form):
+    words = ["café", "naïve", "Ærø", "übel", "fjord", "whale", "señor", "Ångström", "oﬃce", "straße"]
+    text = " ".join(rng.choice(words) for _ in range(12))
+    copy = unicodedata.normalize(form, text)
+    invisible = "\u00ad\u200b\u200d\u2060\ufeff"
+    copy = "".join(c + rng.choice(invisible) if c.isalpha() and rng.random() < 0.3 else c for c in copy)
+    copy = "".join(chr(ord(c) + 0xFEE0) if "a" <= c <= "z" and rng.random() < 0.2 else c for c in copy)
+    assert words_in(copy) == words_in(text)
+    assert group_texts([text, "another text of no likeness", copy], [None] * 3).tolist() == [0, 1, 0]
+    # Give-away words are found in the copy, too.
+    places = [copy[a:b] for a, b in places_of({"whale", "café"}, copy)]
+    assert len(places) == sum(word in ("whale", "café") for word in text.split())
 
 
 def test_labels_are_spread_by_their_shares_and_rare_ones_too():

@@ -140,6 +140,20 @@ def test_a_budget_is_kept_and_whole_texts_come_first():
     assert [own.tolist() for own in kept] == [
         own.tolist() for own in within_budget(wanted, whole, row_bytes=10, budget=20_000, seed=0)
     ]
-    small = within_budget(wanted, whole, row_bytes=10, budget=2_000, seed=0)
-    assert 100 < sum(map(len, small[:10])) < 200 and all(len(own) for own in small)
+    small = within_budget(wanted, whole, row_bytes=10, budget=4_000, seed=0)
+    assert sorted(map(len, small[:10])) == [0] * 7 + [100] * 3  # of each text all tokens or none
+    assert all(0 < len(own) < 10 for own in small[10:])
     assert sum(map(len, within_budget(wanted, whole, row_bytes=10, budget=50_000, seed=0))) == 5000
+
+
+def test_texts_that_have_no_room_are_not_read(model, texts, tmp_path, monkeypatch):
+    whole = plan_of(model, texts)
+    kept = [own if i % 3 else own[:0] for i, own in enumerate(whole.kept)]
+    plan, read = StatePlan(whole.reader, whole.texts, whole.tokens, kept), []
+    store = collect_states(plan, tmp_path / "s", progress=read.append)
+    assert sum(read) == sum(len(own) for own in kept) and not (store.document % 3 == 0).any()
+    every = collect_states(whole, tmp_path / "whole")
+    for i in range(len(texts)):
+        rows = torch.from_numpy(np.flatnonzero(store.document == i))
+        same = torch.from_numpy(np.flatnonzero(every.document == i))[: len(rows)]
+        torch.testing.assert_close(store.states(SITES[0])[rows], every.states(SITES[0])[same])

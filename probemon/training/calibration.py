@@ -112,6 +112,9 @@ class Precise:
         return {"threshold": number(self.value), "fired": self.fired, "right": self.right, "low": self.low}
 
 
+_NOT_REACHED = Precise(np.nan, 0, 0, 0.0)
+
+
 def precision_thresholds(
     values: np.ndarray | Tensor, part: Ints, known: Known, use: Mask, group: Ints, *, precision: float
 ) -> list[Precise]:
@@ -129,15 +132,21 @@ def precision_thresholds(
         ends = np.r_[scores[1:] < scores[:-1], False] if len(scores) else np.zeros(0, dtype=bool)
         good = np.flatnonzero(ends & (right >= precision * fired))
         good = good[np.unique(np.geomspace(1, len(good), _TRIED).round().astype(np.int64)) - 1] if len(good) else good
+        if not len(good):
+            found.append(_NOT_REACHED)
+            continue
         of_group = np.unique(group[part[chosen]], return_inverse=True)[1]
-        found.append(Precise(np.nan, 0, 0, 0.0))
-        for last in good[::-1].tolist():
-            sizes = np.bincount(of_group[: last + 1])
-            effect = design_effect(np.bincount(of_group[: last + 1], is_right[: last + 1]), sizes)
-            low = float(clustered(right[last], last + 1, effect, 2 * _CONFIDENCE - 1)[0])
-            if low >= precision:
-                found[p] = Precise(_up(scores[last + 1]), last + 1, int(right[last]), low)
-                break
+        effects = [
+            design_effect(np.bincount(of_group[:n], is_right[:n]), np.bincount(of_group[:n]))
+            for n in (good + 1).tolist()
+        ]
+        low = clustered(right[good], good + 1, effects, 2 * _CONFIDENCE - 1)[0]
+        reached = good[low >= precision]
+        if not len(reached):
+            found.append(_NOT_REACHED)
+            continue
+        last = int(reached[-1])
+        found.append(Precise(_up(scores[last + 1]), last + 1, int(right[last]), float(low[good == last][0])))
     return found
 
 

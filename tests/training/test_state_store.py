@@ -124,6 +124,14 @@ def test_states_of_anything_else_are_read_anew(model, texts, tmp_path):
     collect_states(plan_of(model, texts), tmp_path / "s")
     assert digest(tmp_path / "s")["resid_post.0.safetensors"] != changed["resid_post.0.safetensors"]
     handle.remove()
+    collect_states(plan_of(model, texts), tmp_path / "s")
+    unsteered = digest(tmp_path / "s")["resid_post.2.safetensors"]
+    handle = model.model.layers[0].register_forward_hook(
+        lambda _, given, out: out + 0.002 * out.norm(dim=-1, keepdim=True) * torch.eye(out.shape[-1])[3]
+    )
+    collect_states(plan_of(model, texts), tmp_path / "s")
+    assert digest(tmp_path / "s")["resid_post.2.safetensors"] != unsteered
+    handle.remove()
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "to.txt").write_text("dear")
     with pytest.raises(TrainingError, match="holds other files than states"):

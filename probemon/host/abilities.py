@@ -26,7 +26,17 @@ from probemon.core.probes import parse_site
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host.internals import is_stateful
 from probemon.host.model import find_layers, hidden_size, site_module, unwrap
-from probemon.host.trials import MORE_AFTER, PADDING_AFTER, ROWS, WAYS, drops_mask, isolated, site_shapes, try_way
+from probemon.host.trials import (
+    AGAIN,
+    MORE_AFTER,
+    PADDING_AFTER,
+    ROWS,
+    WAYS,
+    drops_mask,
+    isolated,
+    site_shapes,
+    try_way,
+)
 from probemon.host.twin import shrunken, twin, window_of
 
 BAR = 1e-2  # of the largest logit: rounding stays below 3e-3, a state that is lost or another row's is above 5e-2
@@ -100,6 +110,17 @@ class Abilities:
         """Whether a token's state may depend on tokens after it, in rows of up to `length` tokens."""
         trials = _trials_of(self._model, length)
         return trials is None or not trials.passes(MORE_AFTER)
+
+    def check_again(self, length: int = 0) -> None:
+        """Raise `NotSupportedHost` where what it answers is known to depend on what it read before, without a cache."""
+        trials = _trials_of(self._model, length)
+        distance = None if trials is None else trials.distance(AGAIN)
+        if distance is not None and not distance <= BAR:
+            raise NotSupportedHost(
+                f"what {type(self._model).__name__} answers depends on what it read before: a text would have other"
+                f" scores after others (a tiny copy of it is {distance:.2g} of the largest logit away from its first"
+                " answer after a short text). Load it with another attention, if it has one"
+            )
 
     def drops_mask(self) -> bool:
         """Whether the host's forward takes an attention mask and its decoder, as far as is known, is never given it."""

@@ -22,7 +22,7 @@ from probemon.host.model import find_layers, is_encoder_decoder, site_module
 from probemon.host.twin import VOCABULARY, own_randomness
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
-PADDING_AFTER, MORE_AFTER = "padding after", "more after"
+PADDING_AFTER, MORE_AFTER, AGAIN = "padding after", "more after", "again"
 ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
 NEW = 5
 
@@ -164,7 +164,11 @@ def _distance(answer: Tensor, truth: Tensor) -> float:
 
 
 def try_way(model: Any, way: str) -> float:
-    """How far the twin's answer, run in one of `WAYS` or with more after a row, is from the truth, of the largest."""
+    """How far the twin's answer, run in one of `WAYS`, with more after a row or once more, is from the truth, of the
+    largest.
+    """
+    if way == AGAIN:
+        return _try_again(model)
     if way in (PADDING_AFTER, MORE_AFTER):
         return _try_after(model, way == PADDING_AFTER)
     if way.startswith(("forward", "pieces", "whole")):
@@ -273,11 +277,20 @@ def _try_after(model: Any, padding: bool) -> float:
     mask = torch.ones_like(ids)
     mask[0, short.shape[1] :] = int(not padding)
     decoder, _ = find_layers(model)
-    alone, beside = (
+    # The long rows first: a short one makes some hosts (big_bird) read all that comes after it in another way.
+    beside, alone = (
         _logits(decoder(input_ids=x, attention_mask=y, use_cache=False))
-        for x, y in ((short, torch.ones_like(short)), (ids, mask))
+        for x, y in ((ids, mask), (short, torch.ones_like(short)))
     )
     return _distance(beside[0, : short.shape[1]], alone[0])
+
+
+def _try_again(model: Any) -> float:
+    """A long row after a short one, against the same row before it."""
+    short, long = torch.tensor([ROWS[0][:3]]), torch.tensor([ROWS[1] * 3])
+    decoder, _ = find_layers(model)
+    before, _, after = (_logits(decoder(input_ids=ids, use_cache=False)) for ids in (long, short, long))
+    return _distance(after[0], before[0])
 
 
 def drops_mask(model: Any) -> bool:
@@ -303,7 +316,9 @@ def drops_mask(model: Any) -> bool:
 
 
 def site_shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:
-    """The shapes that each kind of site gives for two rows, by kind and the classes of layer and module."""
+    """The shapes that each kind of site gives for two rows, by kind and the classes of layer and module: of a host that
+    needs more than tokens (sound, pictures) those of what ran before it said so, maybe none.
+    """
     _, layers = find_layers(model)
     shapes: dict[tuple[str, str, str], tuple[int, ...]] = {}
 
@@ -326,6 +341,8 @@ def site_shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:
             handles.append(module.register_forward_hook(noting(key)))
     try:
         model(**_inputs(model, torch.tensor(ROWS)), use_cache=False)
+    except Exception:  # of every kind: it is of a foreign forward, which was not written for tokens alone
+        pass
     finally:
         for handle in handles:
             handle.remove()

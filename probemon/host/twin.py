@@ -39,12 +39,12 @@ _NAMES: dict[float, str] = {  # what configurations call their sizes, by what is
         "swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_heads "
         "linear_num_value_heads index_n_heads qk_rope_head_dim rotary_dim state_size ssm_state_size mamba_d_state "
         "time_step_rank mamba_dt_rank d_rel num_experts num_local_experts n_routed_experts moe_num_experts "
-        "chunk_size mamba_chunk_size block_size index_topk_blocks index_block_size"
+        "chunk_size mamba_chunk_size index_topk_blocks index_block_size"
     ),
     2: (
         "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_query_groups kv_n_heads "
         "n_groups mamba_n_groups mamba_ngroups o_groups num_experts_per_tok num_experts_per_token moe_k moe_topk "
-        "moe_top_k zero_expert_num attn_layer_period expert_layer_period"
+        "moe_top_k zero_expert_num attn_layer_period expert_layer_period block_size"
     ),
     8: (
         "num_heads mamba_n_heads mamba_num_heads n_mamba_heads head_dim global_head_dim dim_head d_kv d_head "
@@ -56,7 +56,7 @@ _NAMES: dict[float, str] = {  # what configurations call their sizes, by what is
     64: "mamba_d_ssm",
     12: "qk_head_dim",
     16: "kv_lora_rank q_lora_rank o_lora_rank image_size",
-    1: "n_group topk_group attn_layer_offset expert_layer_offset",
+    1: "n_group topk_group attn_layer_offset expert_layer_offset num_random_blocks",
     97: "vocab_size decoder_vocab_size vocab_size_per_layer_input src_vocab_size tgt_vocab_size unpadded_vocab_size",
     128: (
         "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "

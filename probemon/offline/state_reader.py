@@ -63,7 +63,8 @@ class _OwnForward(threading.local):
 class StateReader:
     """Reads hidden states of a host in eval mode at `sites`.
 
-    Raises `NotSupportedHost` where the host has an encoder, `ConfigError` where it is training.
+    Raises `NotSupportedHost` where the host has an encoder, or its answers depend on what it read before, `ConfigError`
+    where it is training.
     """
 
     def __init__(self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading) -> None:
@@ -83,6 +84,7 @@ class StateReader:
         self.model, self.host = model, host
         # Where padding gets into a row, or its length into others, only rows of one length share a batch.
         abilities = Abilities(host)
+        abilities.check_again(self.window.n_tokens)
         self._padded, self._looks_ahead = (
             abilities.takes_padding(self.window.n_tokens),
             abilities.looks_ahead(self.window.n_tokens),

@@ -14,10 +14,13 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import architectures
 from conftest import OLDEST, n_hooks
+from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host import abilities
 from probemon.host.twin import own_randomness, shrunken, twin
+from probemon.offline.state_reader import StateReader
+from probemon.offline.windows import Reading
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -258,3 +261,38 @@ def test_only_a_cache_that_holds_something_is_a_second_turn(tmp_path):
     with manager_of(model, tmp_path).attach(model) as run:
         out = model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=3, do_sample=False)
     assert run.result(out).coverage.n_unseen == 1
+
+
+def test_a_host_that_needs_sound_is_refused_by_name(tmp_path):
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in LAYER.items()}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = WhisperConfig(vocab_size=97, d_model=16, num_mel_bins=8, max_source_positions=50, **sizes, **tokens)
+    model = WhisperForConditionalGeneration(config).eval()
+    with (
+        manager_of(model, tmp_path).attach(model),
+        pytest.raises(NotSupportedDecoding, match="WhisperForConditionalGeneration has a generate"),
+    ):
+        model.generate(torch.randn(1, 8, 100), max_new_tokens=3)
+
+
+def test_a_host_whose_answer_depends_on_what_it_read_before_is_read_no_corpora():
+    from transformers import BigBirdConfig, BigBirdForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    for kind in ("block_sparse", "original_full"):
+        config = BigBirdConfig(vocab_size=97, attention_type=kind, block_size=4, initializer_range=0.5, **sizes)
+        model = BigBirdForCausalLM(config).eval()
+        long = torch.randint(5, 90, (1, 64))
+        first, _, again = (model(ids, use_cache=False).logits for ids in (long, long[:, :5], long))
+        if kind == "block_sparse":
+            assert (first - again).abs().max() > 1e-2
+            with pytest.raises(NotSupportedHost, match="depends on what it read before"):
+                StateReader(model, make_tokenizer(), ["resid_post.0"], Reading())
+        else:
+            assert torch.equal(first, again)
+            StateReader(model, make_tokenizer(), ["resid_post.0"], Reading())
+
+
+LAYER = {"layers": 2, "attention_heads": 2, "ffn_dim": 16}

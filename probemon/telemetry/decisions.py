@@ -56,6 +56,7 @@ class Decisions:
     - `confidence`, `sigma1`, `delta_rel_norm` `[n]`: NaN where the router does not give them.
     - `fallback [n]`: whether a fallback was in force.
     - `chunk [n]`: of codes, the chunk that the token is in.
+    - `level [n]`: of codes, the number of the stream whose code most sites take; None where the router does not say.
     - `steering [S, n]`: of codes, False where no site takes that level, and in a row's first chunk, whose code is a
       learned constant. None means True for all.
     """
@@ -70,6 +71,7 @@ class Decisions:
     delta_rel_norm: Singles
     fallback: Mask
     chunk: Ints | None = None
+    level: Ints | None = None
     steering: Mask | None = None
 
     @classmethod

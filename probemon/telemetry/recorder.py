@@ -30,7 +30,7 @@ from probemon.telemetry.baseline import check_baseline, entries, read_baseline, 
 from probemon.telemetry.captures import timed, to_host
 from probemon.telemetry.decisions import MOE, Changes, Decisions, History, Singles, Stream
 from probemon.telemetry.records import RoutingRecord
-from probemon.telemetry.routers import Source, find_sources
+from probemon.telemetry.routers import BemController, Source, find_sources
 from probemon.telemetry.settings import RoutingSettings
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.statistics import QUANTILES, RoutingStatistics
@@ -117,6 +117,10 @@ class RoutingRecorder:
         """
         _check_callable("listen", listener)
         self._listeners.append(listener)
+
+    def watches(self, bem: Any) -> bool:
+        """Whether it records the codes of this adapter."""
+        return any(isinstance(source, BemController) and source.bem is bem for source in self.sources)
 
     def on_alert(self, action: Callable[[Alert], object]) -> None:
         """Call `action(alert)` where an alert is raised or cleared, in the thread that generates."""

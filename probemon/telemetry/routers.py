@@ -216,6 +216,7 @@ class BemController:
             )
         if not getattr(bem, "open", True):
             raise ConfigError("bem is detached, so it decides nothing: attach it first, bem.attach()")
+        self.bem = bem
         # Of a whole adapter, where what is applied is known too.
         self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
         kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)
@@ -259,6 +260,9 @@ class BemController:
         }
         if "fallback" in beside:
             more["fallback"] = beside["fallback"] != 0
+        if "level" in beside:
+            place = {self._LEVELS.index(level): i for i, level in enumerate(self._levels)}
+            more["level"] = np.asarray([place.get(int(level), 0) for level in beside["level"].tolist()], np.int64)
         chunk = beside["chunk_index"].astype(np.int64)
         steering = np.stack(
             [

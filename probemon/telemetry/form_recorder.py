@@ -1,83 +1,94 @@
 """What forms of an update do while they steer: of each form what can go wrong with it, and alerts.
 
-    with FormRecorder(bem) as recorder:
+    with RoutingMonitor(model, bem=bem) as monitor:         # or manager.attach(..., routing=RoutingSettings(bem=bem))
+        recorder = FormRecorder(bem, monitor)               # and run.routing
         model.generate(**inputs)
     recorder.report()            # {"o.3": {"dead": 0.25, "usage_entropy": ..., ...}, ...}
     recorder.alerts()            # ["rank_mask o.3: 60% of components are all but never kept (dead)", ...]
 
-Beside the routing telemetry of codes (`probemon.telemetry`), which knows nothing of forms. It keeps the codes of the
-last tokens that were steered, and computes when it is asked.
+Beside the routing telemetry of codes, which knows nothing of forms, and of the same tokens: those of the output. It
+keeps the codes of the last tokens that were steered, and computes when it is asked.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from types import TracebackType
+from collections import OrderedDict, deque
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from probemon.bem.attached import Bem
-from probemon.bem.controller import Codes
 from probemon.bem.forms.film import Film
 from probemon.bem.forms.form import Form
 from probemon.bem.forms.head_groups import HeadGroups, gate_correlation, gates
 from probemon.bem.forms.kronecker import Kronecker
 from probemon.bem.forms.rank_mask import RankMask, top_mask
-from probemon.bem.losses import codes_taken
 from probemon.core.checks import check_count
-from probemon.errors import BemError, ConfigError
+from probemon.errors import ConfigError
+from probemon.telemetry.decisions import BEM, Decisions, Singles
+from probemon.telemetry.recorder import RoutingRecorder
+from probemon.telemetry.records import RoutingRecord
+from probemon.tracking.align import PlacedTokens
 
 # From these on there is an alert: shares of components and outputs, and a correlation between two gates.
 MOST_DEAD, MOST_SATURATED, MOST_CORRELATED = 0.5, 0.5, 0.95
 _ALIVE = 0.1  # of an even use: a component that is kept more rarely is dead
+_MOST_ROWS = 4096  # whose last token is remembered
 
 
 class FormRecorder:
-    """Records the codes that an attached adapter's sites take, of the last `most_tokens`. Raises `ConfigError` for an
-    adapter of low_rank, whose codes the routing telemetry tells all of; `BemError` where the adapter is off.
+    """Records the codes that an attached adapter's sites take, of the last `most_tokens` that `routing` records.
+
+    Raises `ConfigError` for an adapter of low_rank, whose codes the routing telemetry tells all of, and where `routing`
+    does not watch this adapter.
     """
 
-    def __init__(self, bem: Bem, *, most_tokens: int = 1 << 16) -> None:
+    def __init__(self, bem: Bem, routing: RoutingRecorder, *, most_tokens: int = 1 << 16) -> None:
         if not isinstance(bem, Bem):
             raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
         if bem.config.form == "low_rank":
             raise ConfigError("this adapter's form is low_rank: watch its codes with RoutingMonitor(model, bem=bem)")
+        if not isinstance(routing, RoutingRecorder) or not routing.watches(bem):
+            raise ConfigError(
+                "routing does not watch this adapter: give RoutingMonitor(model, bem=bem), or run.routing of"
+                " manager.attach(..., routing=RoutingSettings(bem=bem))"
+            )
         self._bem, self._most = bem, check_count("most_tokens", most_tokens, least=1)
-        self._codes: dict[bool, deque[Tensor]] = {}
-        self._neighbours: dict[bool, deque[Tensor]] = {}
+        self._codes: dict[bool, deque[Singles]] = {}
+        self._pairs: dict[bool, deque[Singles]] = {}
         self._n = {True: 0, False: 0}
-        self._handle: Any = None
+        self._last: OrderedDict[tuple[str, int, bool], tuple[int, Singles]] = OrderedDict()
+        routing.listen(self._take)
 
-    def __enter__(self) -> FormRecorder:
-        if not self._bem.open:
-            raise BemError("the adapter is not on its host: attach it first")
-        if self._handle is None:
-            self._handle = self._bem.controller.register_forward_hook(self._record)
-        return self
+    def _take(self, placed: PlacedTokens, decisions: Decisions, record: RoutingRecord) -> None:
+        if record.source != BEM or decisions.level is None:
+            return
+        levels = self._bem.config.levels
+        for chunked in {site.chunked for site in self._bem.sites}:
+            n = np.arange(len(placed))
+            level = np.full(len(placed), levels.index("chunk")) if chunked else decisions.level
+            taken = decisions.raw[level, n]
+            self._codes.setdefault(chunked, deque()).append(taken)
+            self._pairs.setdefault(chunked, deque()).append(self._neighbours(placed, record.request_id, chunked, taken))
+            self._n[chunked] += len(taken)
+            while self._n[chunked] - len(self._codes[chunked][0]) >= self._most:
+                self._n[chunked] -= len(self._codes[chunked].popleft())
+                self._pairs[chunked].popleft()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
-
-    @torch.no_grad()
-    def _record(self, controller: Any, args: tuple[Any, ...], codes: Codes) -> None:
-        real = codes.chunk_index >= 0
-        for chunked, taken in codes_taken(self._bem, codes).items():
-            kept = self._codes.setdefault(chunked, deque())
-            kept.append(taken[real].float().cpu())
-            # Tokens of one row that follow each other in one forward: rows of later forwards may be others.
-            pairs = real[:, 1:] & real[:, :-1]
-            both = torch.stack([taken[:, :-1][pairs], taken[:, 1:][pairs]], dim=1)
-            self._neighbours.setdefault(chunked, deque()).append(both.float().cpu())
-            self._n[chunked] += len(kept[-1])
-            while self._n[chunked] - len(kept[0]) >= self._most:
-                self._n[chunked] -= len(kept.popleft())
-                self._neighbours[chunked].popleft()
+    def _neighbours(self, placed: PlacedTokens, request: str, chunked: bool, taken: Singles) -> Singles:
+        """The codes `[m, 2, r]` of tokens that follow each other in a row, in this batch or the last."""
+        pairs = []
+        for row, column, code in zip(placed.rows.tolist(), placed.columns.tolist(), taken, strict=True):
+            before, last = self._last.get((request, row, chunked), (-2, code))
+            if before == column - 1:
+                pairs.append((last, code))
+            self._last[request, row, chunked] = column, code
+            self._last.move_to_end((request, row, chunked))
+        while len(self._last) > _MOST_ROWS:
+            self._last.popitem(last=False)
+        return np.asarray(pairs, dtype=np.float32).reshape(-1, 2, taken.shape[1])
 
     @torch.no_grad()
     def report(self) -> dict[str, dict[str, Any]]:
@@ -85,9 +96,9 @@ class FormRecorder:
 
         - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlation`, the largest of
           two groups; `share` of the update's square by group
-        - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a forward
-          (of `active`), `margin` between what is kept and what is not, `usage_entropy` and `information` (of a token's
-          mask, in nats)
+        - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a row (of
+          `active`; None where there were none), `margin` between what is kept and what is not, `usage_entropy` and
+          `information` (of a token's mask, in nats)
         - kronecker: `sigma1` and `frobenius`, means; `stable_rank`, the mean of their squared ratio
         - film: `stretch` and `shift`, mean sizes; `saturated` share of outputs; `n_not_finite` tokens
         """
@@ -96,8 +107,10 @@ class FormRecorder:
             if not self._n[site.chunked]:
                 continue
             form = cast(Form, self._bem.updates[site.key])
-            codes = torch.cat(list(self._codes[site.chunked])).to(next(form.parameters()))
-            pairs = torch.cat(list(self._neighbours[site.chunked])).to(codes)
+            codes, pairs = (
+                torch.from_numpy(np.concatenate(list(kept[site.chunked]))).to(next(form.parameters()))
+                for kept in (self._codes, self._pairs)
+            )
             found[site.name] = {"n_tokens": len(codes), **_records(form, codes, pairs)}
         return found
 
@@ -172,7 +185,7 @@ def _of_rank_mask(form: RankMask, codes: Tensor, pairs: Tensor) -> dict[str, Any
     return {
         "usage": usage.tolist(),
         "dead": float((usage < _ALIVE * form.active / form.rank).float().mean()),
-        "flips": float(flips.mean()) if len(flips) else 0.0,
+        "flips": float(flips.mean()) if len(flips) else None,
         "margin": float(margin.mean()),
         "usage_entropy": float(entropy),
         "information": float(entropy - own),

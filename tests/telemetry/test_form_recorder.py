@@ -8,9 +8,10 @@ import torch
 
 from bem_oracle import FORMS, VOCAB, make_host, randomise
 from probemon.bem import BemConfig, attach_bem
-from probemon.bem.form_records import FormRecorder
 from probemon.bem.forms.rank_mask import top_mask
-from probemon.errors import BemError, ConfigError
+from probemon.errors import ConfigError
+from probemon.telemetry import RoutingMonitor
+from probemon.telemetry.form_recorder import FormRecorder
 
 LENGTH = 16
 
@@ -29,7 +30,8 @@ def recorded(host, config, forwards=2, **options):
     seen = []
     with randomise(attach_bem(host, config), size=0.8) as bem, torch.no_grad():
         handle = bem.controller.register_forward_hook(lambda module, args, codes: seen.append(codes))
-        with FormRecorder(bem, **options) as recorder:
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor, **options)
             for seed in range(forwards):
                 host(some_ids(2, seed=seed))
         host(some_ids(3))  # nobody records this one
@@ -100,7 +102,8 @@ def test_films(host):
 
 def test_what_is_wrong_is_told(host):
     film = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6)
-    with attach_bem(host, film) as bem, torch.no_grad(), FormRecorder(bem) as recorder:
+    with attach_bem(host, film) as bem, torch.no_grad(), RoutingMonitor(host, bem=bem) as monitor:
+        recorder = FormRecorder(bem, monitor)
         host(some_ids())
         assert recorder.alerts() == []
         for update in bem.updates.values():
@@ -111,14 +114,16 @@ def test_what_is_wrong_is_told(host):
     config = BemConfig(form="rank_mask", rank=8, active=2, width=6, chunk_tokens=3, prefix_tokens=6)
     with attach_bem(host, config) as bem, torch.no_grad():
         bem.controller.token[-1].weight.zero_()
-        with FormRecorder(bem) as recorder:
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor)
             host(some_ids())
         assert "75% of components are all but never kept" in recorder.alerts()[0]
     groups = BemConfig(form="head_groups", sites=("o",), groups=2, rank=2, level="token", width=6)
     with randomise(attach_bem(host, groups)) as bem, torch.no_grad():
         bem.controller.token[-1].weight[1] = bem.controller.token[-1].weight[0]
         bem.controller.token[-1].bias.fill_(0.5)
-        with FormRecorder(bem) as recorder:
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor)
             host(some_ids())
         assert "two gates say the same (correlation 1.00)" in recorder.alerts()[0]
 
@@ -128,15 +133,62 @@ def test_it_keeps_the_last_tokens_alone_and_leaves_no_trace(host):
     assert {said["n_tokens"] for said in report.values()} == {4 * LENGTH}  # whole forwards
     assert not bem.controller._forward_hooks
     with attach_bem(host, FORMS["film"]) as bem:
-        assert FormRecorder(bem).report() == {} and FormRecorder(bem).alerts() == []
+        recorder = FormRecorder(bem, RoutingMonitor(host, bem=bem))
+        assert recorder.report() == {} and recorder.alerts() == []
+
+
+def masks_of(bem, host, ids):
+    """The masks `[T, r]` of a row of tokens, by one forward of it."""
+    seen = []
+    with bem.controller.register_forward_hook(lambda module, args, codes: seen.append(codes)):
+        host(ids[None])
+    return top_mask(seen[0].adaptive()[0], bem.config.active).detach().numpy()
+
+
+@pytest.mark.parametrize("how", ["one token", "ended early", "padded", "beams", "drafts"])
+def test_tokens_of_the_output_alone_count_and_those_that_follow_each_other_flip(host, how):
+    config = BemConfig(form="rank_mask", rank=6, active=2, width=6, chunk_tokens=3, prefix_tokens=6)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids, mask = some_ids(1 if how == "one token" else 2, 1 if how == "one token" else 8), None
+    if how == "drafts":
+        ids, options["prompt_lookup_num_tokens"] = some_ids(1, 4).repeat(1, 3), 3
+    if how == "padded":
+        ids[0, :5] = 0
+        mask = (ids != 0).long()
+    if how == "beams":
+        options["num_beams"] = 3
+    with randomise(attach_bem(host, config), size=0.8) as bem, torch.no_grad():
+        if how == "ended early":
+            first = host.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            options["eos_token_id"] = int(first[0, 10])
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor)
+            out = host.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, **options)
+        rows = []
+        for row in out:
+            begin = 5 if how == "padded" and not len(rows) else 0
+            tokens, n_read = row[begin:], len(row) - begin - 1  # the last token is never read
+            if how == "ended early" and options["eos_token_id"] in tokens[8:].tolist():
+                n_read = min(n_read, 9 + tokens[8:].tolist().index(options["eos_token_id"]))  # the other row goes on
+            rows.append(masks_of(bem, host, tokens[:n_read]))
+    flips = [(row[1:] != row[:-1]).sum(axis=1) / 2 for row in rows]
+    for said in recorder.report().values():
+        assert said["n_tokens"] == sum(map(len, rows))
+        np.testing.assert_allclose(said["usage"], np.concatenate(rows).mean(axis=0), atol=1e-6)
+        assert said["flips"] == pytest.approx(np.concatenate(flips).mean(), abs=1e-6)
+    with attach_bem(host, config) as bem, RoutingMonitor(host, bem=bem) as monitor:
+        recorder = FormRecorder(bem, monitor)
+        host(some_ids(2, 1))
+    assert {said["flips"] for said in recorder.report().values()} == {None}
 
 
 def test_what_it_cannot_record_is_refused(host):
     with attach_bem(host) as bem, pytest.raises(ConfigError, match="form is low_rank"):
-        FormRecorder(bem)
+        FormRecorder(bem, RoutingMonitor(host, bem=bem))
     with pytest.raises(ConfigError, match="no adapter"):
-        FormRecorder(host)
-    bem = attach_bem(host, FORMS["film"])
-    bem.detach()
-    with pytest.raises(BemError, match="attach it first"):
-        FormRecorder(bem).__enter__()
+        FormRecorder(host, None)
+    with (
+        attach_bem(host, FORMS["film"]) as bem,
+        pytest.raises(ConfigError, match="routing does not watch this adapter"),
+    ):
+        FormRecorder(bem, None)

@@ -55,8 +55,8 @@ class BemConfig:
     `trust_region`: on the Frobenius norm over all sites together; None for none.
     `dropout`: of an update's input, in training.
     `sparse_eps`: updates of at most this Frobenius norm, after the limits, are left out, token by token and site by
-    site, in forwards that make no gradients: no output differs by more than `sparse_eps` times the norm of its input.
-    None computes all.
+    site, in forwards that make no gradients: no output differs by more than `sparse_eps` times the norm of its input
+    (a film's, times the norm of the output itself and a 1). None computes all.
     `seed`: of the parameters at the start.
     """
 

@@ -95,8 +95,8 @@ class FormGovernor:
     @torch.no_grad()
     def sizes(self, applied: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return two sizes `[M]` of what `apply` returned, `[M, n + 1]`, as `probemon.bem.governance.Governor.sizes`
-        does: of the update that is largest in the Frobenius norm the largest singular value, and all of them together
-        beside the host's weights.
+        does: of the update that is largest in the Frobenius norm the largest singular value (of several Kronecker terms
+        a bound of it), and all of them together beside the host's weights, of films beside the outputs as they are.
         """
         norms = torch.stack(
             [self._frobenius(site, applied[site.key][:, :-1]) * applied[site.key][:, -1].abs() for site in self._forms]
@@ -109,8 +109,14 @@ class FormGovernor:
                 some = applied[site.key][own]
                 sigma[own] = (self.sigma1(site, some[:, :-1]) * some[:, -1].abs()).to(sigma)
         if self._host_norm is None:
-            self._host_norm = weights_norm(self._forms)
+            self._host_norm = self._norm_beside()
         return sigma.where(total.isfinite(), math.nan), total / self._host_norm
+
+    def _norm_beside(self) -> float:
+        """The norm of what updates are added to: the host's weights, or of films the outputs as they are."""
+        if self._config.form == "film":
+            return math.sqrt(sum(site.n_out for site in self._forms))
+        return weights_norm(self._forms)
 
 
 def _wide(form: Form, codes: Tensor) -> Tensor:

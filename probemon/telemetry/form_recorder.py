@@ -99,7 +99,8 @@ class FormRecorder:
         - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a row (of
           `active`; None where there were none), `margin` between what is kept and what is not, `usage_entropy` and
           `information` (of a token's mask, in nats)
-        - kronecker: `sigma1` and `frobenius`, means; `stable_rank`, the mean of their squared ratio
+        - kronecker: `frobenius`, `sigma1_at_most` and `stable_rank_at_least`, their squared ratio: means, exact for one
+          term
         - film: `stretch` and `shift`, mean sizes; `saturated` share of outputs; `n_not_finite` tokens
         """
         found = {}
@@ -139,9 +140,9 @@ def _records(form: Form, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
         sigma1, frobenius = form.sizes(codes)
         stable = (frobenius / sigma1).square().where(sigma1 > 0, 0.0)
         return {
-            "sigma1": float(sigma1.mean()),
             "frobenius": float(frobenius.mean()),
-            "stable_rank": float(stable.mean()),
+            "sigma1_at_most": float(sigma1.mean()),
+            "stable_rank_at_least": float(stable.mean()),
             "n_not_finite": _n_not_finite(codes),
         }
     film = cast(Film, form)

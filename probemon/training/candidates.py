@@ -127,7 +127,7 @@ def best_candidate(names: Sequence[str], problem: Problem) -> tuple[str, dict[st
     every = max(1, problem.rows.x.nbytes // _COMPARED_BYTES)
     fitted = problem.only(data.of("train") & ~held & (data.group % every == 0))
     tested = problem.rows.only(held)
-    linear = fit_linear(fitted.rows, fitted.targets, problem.l2)
+    linear = fit_linear(fitted.rows, fitted.targets, problem.l2, to_compare=True)
     scores = {}
     for name in names:
         own = torch.sigmoid(logits_of(tested.x, fit_candidate(name, fitted, linear))).numpy()

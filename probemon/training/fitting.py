@@ -24,7 +24,7 @@ from probemon.errors import TrainingError
 from probemon.training.dataset import Dataset
 from probemon.training.directions import discriminant, mean_difference, scaled
 from probemon.training.labels import Known
-from probemon.training.logistic import Dense, Targets, fit_logistic
+from probemon.training.logistic import TO_COMPARE, Dense, Targets, fit_logistic
 from probemon.training.standard import Standard, Weights
 from probemon.training.state_store import SiteStates, StateStore
 
@@ -112,10 +112,12 @@ def balanced(known: Known, background: Mask) -> Tensor:
     return torch.from_numpy(np.where(background, share, 1.0))
 
 
-def fit_linear(rows: Rows, targets: Targets, l2: Tensor, method: str = "logistic") -> Weights:
-    """Return linear probes by a method, for standardised states."""
+def fit_linear(
+    rows: Rows, targets: Targets, l2: Tensor, method: str = "logistic", *, to_compare: bool = False
+) -> Weights:
+    """Return linear probes by a method, for standardised states; `to_compare`: as far as areas still move."""
     if method == "logistic":
-        w, b = fit_logistic(Dense(rows.x), targets, l2)
+        w, b = fit_logistic(Dense(rows.x), targets, l2, **(TO_COMPARE if to_compare else {}))
     else:
         direction = {"mass_mean": mean_difference, "lda": discriminant}[method](rows.x, targets)
         w, b = scaled(rows.x, targets, direction)

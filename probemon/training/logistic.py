@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _HISTORY, _MOST_STEPS, _MOST_HALVINGS = 10, 300, 25
+# Where areas are compared: they no longer move by then, though weights may.
+TO_COMPARE: Any = {"tolerance": 1e-4, "most_steps": 60}
 _CHUNK = 1 << 11  # rows at once: they stay in the cache between the product with weights and that with residuals
 _ARMIJO = 1e-4
 

@@ -1,6 +1,7 @@
 """Every form of an update on a host: what a low-rank one promises holds for all, against dense matrices in fp64."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from probemon.bem.distil import distil
 from probemon.bem.int8 import quantize
 from probemon.bem.losses import base_logits, codes_taken, update_norm
 from probemon.errors import BemError, ConfigError
+from probemon.telemetry import RoutingMonitor
 
 LENGTH = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -101,7 +103,7 @@ def test_each_site_adds_the_update_of_its_dense_matrix_within_the_limits(host, c
                 updates[site] = torch.diag(gamma), beta
             else:
                 updates[site] = form.dense(code).detach(), torch.zeros(site.n_out, dtype=torch.float64)
-        total = sum(float(matrix.norm()) ** 2 for matrix, _ in updates.values()) ** 0.5
+        total = sum(float(matrix.norm()) ** 2 + float(beta.norm()) ** 2 for matrix, beta in updates.values()) ** 0.5
         shrink = 1.0 if trust is None else min(1.0, trust / total)
         for site, (matrix, beta) in updates.items():
             largest = float(torch.linalg.matrix_norm(matrix, 2)) * shrink
@@ -234,3 +236,21 @@ def test_groups_that_do_not_divide_the_heads_are_refused(host):
 def test_a_form_is_not_distilled_as_if_it_were_low_rank(host, config):
     with randomise(attach_bem(host, config)) as bem, pytest.raises(ConfigError, match="low_rank"):
         distil(bem, [{"input_ids": some_ids()}])
+
+
+def test_a_film_that_only_moves_is_no_small_update(host):
+    film = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6, sparse_eps=1e-3)
+    ids, bare = some_ids(2), logits(host, some_ids(2))
+    with attach_bem(host, film) as bem, torch.no_grad():
+        for update in bem.updates.values():
+            update.bias[update.n_out :] = 0.3  # beta alone
+        moved = logits(host, ids)
+        with RoutingMonitor(host, bem=bem) as monitor:
+            logits(host, ids)
+        stream = monitor.report()["streams"][0]
+    with attach_bem(host, replace(film, sparse_eps=None)) as bem, torch.no_grad():
+        for update in bem.updates.values():
+            update.bias[update.n_out :] = 0.3
+        assert torch.equal(logits(host, ids), moved) and not torch.allclose(moved, bare, atol=0.01)
+    beta = 0.1 * math.tanh(0.3)  # of every output: beside them it is as large
+    assert stream["delta_rel_norm_mean"] == pytest.approx(beta, rel=1e-4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from probemon.bem.forms.form import Form, last_factor
+from probemon.bem.forms.form import Form, last_factor, root
 
 
 class Film(Form):
@@ -43,13 +43,16 @@ class Film(Form):
         return gamma, beta
 
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `Form`, of the matrix `diag(gamma - 1)`; beta is bounded by itself."""
+        """As of `Form`: the most that an output is stretched, which the cap is set on, and the norm of
+        `[diag(gamma - 1), beta]`, which maps the output and a 1 to what is added.
+        """
         gamma, _ = self.gamma_beta(codes)
-        return gamma.abs().amax(dim=-1), gamma.norm(dim=-1)
+        return gamma.abs().amax(dim=-1), self.frobenius(codes)
 
     def frobenius(self, codes: Tensor) -> Tensor:
         """As of `Form`."""
-        return self.gamma_beta(codes)[0].norm(dim=-1)
+        gamma, beta = self.gamma_beta(codes)
+        return root(gamma.square().sum(dim=-1) + beta.square().sum(dim=-1))
 
     def flops(self, n_tokens: int) -> int:
         """As of `Form`: the head, its biases and tanh, then a product and two sums for each output."""

@@ -97,6 +97,7 @@ class _ThreadState(threading.local):
         self.generations: list[Tensor | None] = []
         self.prepared = False  # generate() has prepared a forward that has not begun
         self.mask: Any = None  # its 2D mask
+        self.first = False  # no forward of the innermost generate() has begun
 
 
 class HostHooks:
@@ -147,7 +148,7 @@ class HostHooks:
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thread = self._thread
         thread.generations.append(None)
-        thread.prepared = False
+        thread.prepared, thread.first = False, True
         with self._lock:
             self.n_generating += 1
         try:
@@ -203,9 +204,13 @@ class HostHooks:
         cache = inputs.get("past_key_values")
         start = 0 if cache is None else n_cached(cache, inputs)
         n_rows, n_tokens = tokens.shape[:2]
-        real = self._real_columns(inputs.get("attention_mask"), n_rows, start, n_tokens)
-        self._thread.prepared = False
-        self._thread.forward = _Forward(cache, self._state_at(cache, start, n_rows), real)
+        mask, state = inputs.get("attention_mask"), self._state_at(cache, start, n_rows)
+        real = self._real_columns(mask, n_rows, start, n_tokens)
+        # Within a generate() masks only grow; before it a row may have ended early, and what it was fed is masked now.
+        if start and mask is not None and (self._thread.first or not self._thread.generations):
+            state.mask(self._real_columns(mask, n_rows, 0, start))
+        self._thread.prepared = self._thread.first = False
+        self._thread.forward = _Forward(cache, state, real)
 
     def _check_supported(self, inputs: Mapping[str, Any]) -> None:
         """Refuse forwards in which it is unknown where each sequence begins, or in which layers run twice."""

@@ -98,6 +98,21 @@ class ControllerState:
         self.n_columns, self.carry, self.room = n_columns, None, 0
         return self._pieces[0]
 
+    def mask(self, real: Tensor) -> None:
+        """Take columns that are no tokens any more, by `real [B, L]`, for padding. Raises `BemStateError` where padding
+        is a token now, since it was not read.
+        """
+        z, before = self.history()
+        if torch.equal(real, before):
+            return
+        if bool((real & ~before).any()):
+            raise BemStateError(
+                "the attention mask says that cached columns are tokens which were padding when they were read: begin"
+                " with an empty cache"
+            )
+        self._pieces = [(z, real)]
+        self.carry, self.room, self.inside = None, 0, False
+
     def select(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was: beams, repeated prompts, some of the rows."""
         if not self._pieces:

@@ -28,8 +28,10 @@ from probemon.host.internals import is_stateful
 from probemon.host.model import find_layers, hidden_size, site_module, unwrap
 from probemon.host.trials import (
     AGAIN,
+    GAP_AS_RUN,
     MORE_AFTER,
     PADDING_AFTER,
+    PADDING_BEFORE,
     ROWS,
     WAYS,
     drops_mask,
@@ -37,12 +39,12 @@ from probemon.host.trials import (
     site_shapes,
     try_way,
 )
-from probemon.host.twin import shrunken, twin, window_of
+from probemon.host.twin import UNCROSSED, shrunken, twin, window_of
 
 BAR = 1e-2  # of the largest logit: rounding stays below 3e-3, a state that is lost or another row's is above 5e-2
 LENGTHS_MATTER = ("longrope", "dynamic")  # one long row changes how positions are told apart in all rows
 ROWS_SHAPE = (len(ROWS), len(ROWS[0]))
-SHORT, LONG = 8, 64  # windows of a twin: its sequences are longer than the one and shorter than the other
+SHORT = 8  # windows of a twin that its sequences cross
 # What every host that keeps a state is expected to be able to do
 _SIMPLEST = ("steps", "padded", "padded, no cache", "forward")
 
@@ -89,14 +91,15 @@ class Abilities:
         `used`: on a used cache.
         `several`: of several tokens, not of one.
         `positions`: with `position_ids`.
-        `mask`: "" for none, "masked" where it says that all are tokens, "padded" for padding before them.
+        `mask`: "" for none, "masked" where it says that all are tokens, "padded" for padding before them, "gapped" for
+            masked columns between them.
         `length`: how long the sequence may become.
         """
         variant = f"{f', {mask}' if mask else ''}{'' if positions else ', no positions'}"
         if used:
             pieces = ["pieces", f"pieces{variant}"] if several else []
             self._check([*pieces, f"forward{variant}", "forwards beside"], length)
-        elif mask == "padded":
+        elif mask in ("padded", "gapped"):
             self._check([f"whole{variant}"], length)
 
     def takes_padding(self, length: int = 0) -> bool:
@@ -139,7 +142,10 @@ class Abilities:
             return
         for way in ways:
             distance = trials.distance(way)
-            if distance is not None and not distance <= BAR and not trials.depends_on_the_cut:
+            if trials.depends_on_the_cut:  # no way gives what one forward gives; padding may be asked of the way itself
+                as_run = PADDING_BEFORE if "padded" in way else GAP_AS_RUN if "gap" in way else None
+                distance = None if as_run is None else trials.distance(as_run)
+            if distance is not None and not distance <= BAR:
                 raise NotSupportedDecoding(
                     f"{WAYS[way].name} is not supported for {name}, whose own answer is wrong there: it does not "
                     f"{WAYS[way].cannot} (logits of a tiny copy of it are {distance:.2g} of the largest away from those"
@@ -212,7 +218,7 @@ def _trials_of(model: Any, length: int = 0) -> _Trials | None:
             crossed = length > (window_of(model.config) or length)
             if crossed not in known:
                 known[crossed] = None
-                config = shrunken(model.config, SHORT if crossed else LONG)
+                config = shrunken(model.config, SHORT if crossed else UNCROSSED)
                 key = type(model), json.dumps(config.to_dict(), sort_keys=True, default=str)
                 if key not in _BY_KIND:
                     _BY_KIND[key] = _Trials(type(model), config)

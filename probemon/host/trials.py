@@ -23,6 +23,7 @@ from probemon.host.twin import VOCABULARY, own_randomness
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
 PADDING_AFTER, MORE_AFTER, AGAIN = "padding after", "more after", "again"
+PADDING_BEFORE, GAP_AS_RUN = "padding before", "gap, as run"
 ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
 NEW = 5
 
@@ -48,17 +49,18 @@ def _forward_ways() -> dict[str, Way]:
         "": ("", "", ""),
         ", masked": (" with an attention mask", "take a mask of all its columns", "Leave the mask out"),
         ", padded": (" with padding before its tokens", "leave padding out", ""),
+        ", gapped": (" with masked columns between its tokens", "leave such columns out", ""),
     }
     ways = {}
     for kind, (name, instead) in kinds.items():
         for mask, (mask_name, cannot, mask_remedy) in masks.items():
             for without in ("", ", no positions"):
-                if (mask, without) == ("", "") or (kind == "whole" and mask != ", padded"):
+                if (mask, without) == ("", "") or (kind == "whole" and mask not in (", padded", ", gapped")):
                     continue
                 remedies = [*(["Give position_ids"] if without else []), *([mask_remedy] if mask_remedy else [])]
                 ways[f"{kind}{mask}{without}"] = Way(
                     f"{name}{mask_name}{' without position_ids' if without else ''}",
-                    "count the tokens before" if without and mask != ", padded" else cannot,
+                    "count the tokens before" if without and mask in ("", ", masked") else cannot,
                     ", or ".join([*remedies, f"{'pass' if remedies else 'Pass'} them {instead}"]),
                 )
     return ways
@@ -73,6 +75,32 @@ WAYS = {
         "leave padding out",
         "Generate for rows of one length, or one by one",
         (("use_cache", False),),
+    ),
+    "gap": Way(
+        "a batch with masked columns between a row's tokens",
+        "leave such columns out",
+        "Generate row by row, without them",
+    ),
+    "gap, no cache": Way(
+        "a batch with masked columns between a row's tokens",
+        "leave such columns out",
+        "Generate row by row, without them",
+        (("use_cache", False),),
+    ),
+    "decoder padded": Way(
+        "a batch with padding among decoder_input_ids",
+        "leave padding out",
+        "Generate row by row, without it",
+    ),
+    "decoder gap": Way(
+        "a batch with masked columns between decoder_input_ids",
+        "leave such columns out",
+        "Generate row by row, without them",
+    ),
+    "turn, gap": Way(
+        "a used cache some of whose columns are masked now (a row of the batch that ended early)",
+        "forget them",
+        "Generate row by row, or start with an empty cache",
     ),
     "beams": Way(
         "beam search with a cache",
@@ -169,6 +197,8 @@ def try_way(model: Any, way: str) -> float:
     """
     if way == AGAIN:
         return _try_again(model)
+    if way in (PADDING_BEFORE, GAP_AS_RUN):
+        return _try_among(model, _MASKED["padded" if way == PADDING_BEFORE else "gap"])
     if way in (PADDING_AFTER, MORE_AFTER):
         return _try_after(model, way == PADDING_AFTER)
     if way.startswith(("forward", "pieces", "whole")):
@@ -191,29 +221,56 @@ def _try_generate(model: Any, way: str) -> float:
         output_scores=True,
     )
     options: dict[str, Any] = {"generation_config": config, **dict(WAYS[way].options)}
-    ids = torch.tensor(ROWS if way in ("padded", "padded, no cache", "beams") else ROWS[:1])
-    first = 0
-    if way.startswith("padded"):
-        first, ids = 3, torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
-        options["attention_mask"] = (ids != 0).long()
-    if is_encoder_decoder(model) and way in ("turn", "beside", "padded"):
+    masked = _MASKED.get(way, range(0))
+    ids = torch.tensor(ROWS if way.startswith(("padded", "gap", "beams", "decoder")) else ROWS[:1])
+    if is_encoder_decoder(model) and (way in ("turn", "beside", "padded") or "gap" in way.replace("decoder gap", "")):
         raise NotImplementedError("what its prompt is does not go on")
-    if way == "turn":
+    if way.startswith("decoder"):
+        if not is_encoder_decoder(model):
+            raise NotImplementedError("its prompt is no other's")
+        prompt = _with_columns(torch.tensor([(1, *row[1:]) for row in ROWS]), masked)
+        # Another start token would be put before one of another kind.
+        options |= {"decoder_input_ids": prompt.clamp_min(1), "decoder_attention_mask": (prompt != 0).long()}
+        masked = range(0)
+    if way.startswith("turn"):
         first_turn = model.generate(ids, **options)
         options[_name_of_cache(model)] = list(_caches(first_turn).values())[0]
         ids = torch.cat([first_turn.sequences, torch.tensor([[30, 31, 32]])], dim=1)
+    elif masked:
+        ids = _with_columns(ids, masked)
+    if masked:
+        options["attention_mask"] = _with_columns(torch.ones_like(ids), masked)[:, : ids.shape[1]]
     if way == "beside":
         options["logits_processor"] = LogitsProcessorList([_AnotherSequence(model)])
     out = model.generate(ids, **options)
     if "num_beams" in options:
         return _distance_of_beams(model, out, 1 if is_encoder_decoder(model) else ids.shape[1])
+    read = [column for column in range(out.sequences.shape[1] - 1) if column not in _MASKED.get(way, ())]
     return max(
         _distance(
             torch.stack([step[row] for step in out.logits]),
-            _truth(model, out.sequences[row : row + 1, first:-1], row)[-len(out.logits) :],
+            _truth(model, out.sequences[row : row + 1, read], row)[-len(out.logits) :],
         )
         for row in range(len(ids))
     )
+
+
+# Of generations: of a prompt of 7 tokens, or of a first turn of 12 of which all but the last were read.
+_MASKED = {
+    "padded": range(3),
+    "padded, no cache": range(3),
+    "gap": range(4, 7),
+    "gap, no cache": range(4, 7),
+    "turn, gap": range(9, 11),
+    "decoder padded": range(3),
+    "decoder gap": range(1, 4),  # after the start token
+}
+
+
+def _with_columns(ids: Tensor, columns: range) -> Tensor:
+    """Rows `[B, T]` with columns of padding among theirs."""
+    padding = torch.zeros(len(ids), len(columns), dtype=ids.dtype)
+    return torch.cat([ids[:, : columns.start], padding, ids[:, columns.start :]], dim=1)
 
 
 def _name_of_cache(model: Any) -> str:
@@ -244,7 +301,9 @@ class _AnotherSequence(LogitsProcessor):
 
 def _try_forwards(model: Any, way: str) -> float:
     """A row whole, or in pieces, each going on from the cache that the one before gave."""
-    width, n_padding = len(ROWS[0]), 3 if "padded" in way else 0
+    width = len(ROWS[0])
+    masked = range(3) if "padded" in way else range(2, 5) if "gapped" in way else range(0)
+    n_padding = len(masked)
     pieces = (width,) if way.startswith("whole") else (3, 2, 2) if way.startswith("pieces") else (width - 3, 1, 1, 1)
     if n_padding and is_encoder_decoder(model):
         raise NotImplementedError("whose mask it is differs")
@@ -254,25 +313,26 @@ def _try_forwards(model: Any, way: str) -> float:
         for i, row in enumerate(rows[: 1 + (way == "forwards beside")]):
             begin = at + n_padding if at else 0  # padding comes with the first piece
             end = at + size + n_padding
-            padded = torch.cat([torch.zeros(1, n_padding, dtype=row.dtype), row], dim=1)
+            padded = _with_columns(row, masked)
+            real = torch.tensor([column not in masked for column in range(end)])
             inputs = _inputs(model, padded[:, begin:end])
             if "no positions" not in way and not is_encoder_decoder(model):
-                inputs["position_ids"] = (torch.arange(begin, end) - n_padding).clamp_min(0)[None]
-            if "masked" in way or "padded" in way:
-                inputs["attention_mask"] = (torch.arange(end) >= n_padding).long()[None]
+                inputs["position_ids"] = (real.cumsum(0) - 1).clamp_min(0)[None, begin:end]
+            if "masked" in way or masked:
+                inputs["attention_mask"] = real.long()[None]
             if not caches[i] and at:
                 raise NotImplementedError("gives no cache to go on with")
             out = model(**inputs, **caches[i], use_cache=len(pieces) > 1)
             caches[i] = _caches(out)
             if i == 0:
-                answers.append(_logits(out)[0][n_padding if not at else 0 :])
+                answers.append(_logits(out)[0][real[begin:]])
         at += size
     return _distance(torch.cat(answers), _truth(model, rows[0]))
 
 
 def _try_after(model: Any, padding: bool) -> float:
     """A row that goes on, by padding or more tokens, against the same row alone: both longer than a short window."""
-    short, long = torch.tensor([ROWS[0] * 2]), torch.tensor([ROWS[1] * 3])
+    short, long = torch.tensor([ROWS[0] * 4]), torch.tensor([ROWS[1] * 6])
     ids = torch.cat([torch.cat([short, torch.zeros_like(long) if padding else long], dim=1)[:, : long.shape[1]], long])
     mask = torch.ones_like(ids)
     mask[0, short.shape[1] :] = int(not padding)
@@ -283,6 +343,23 @@ def _try_after(model: Any, padding: bool) -> float:
         for x, y in ((ids, mask), (short, torch.ones_like(short)))
     )
     return _distance(beside[0, : short.shape[1]], alone[0])
+
+
+def _try_among(model: Any, masked: range) -> float:
+    """The first step of a row with masked columns among its own, against that of the row alone: both as they run."""
+    if is_encoder_decoder(model):
+        raise NotImplementedError("what its prompt is does not go on")
+    model.generation_config = GenerationConfig(bos_token_id=1)
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": VOCABULARY}
+    ids = torch.tensor([ROWS[1] * 3])
+    padded = _with_columns(ids, masked)
+    alone, beside = (
+        model.generate(
+            x, attention_mask=(x != 0).long(), return_dict_in_generate=True, output_logits=True, **options
+        ).logits[0]
+        for x in (ids, padded)
+    )
+    return _distance(beside, alone)
 
 
 def _try_again(model: Any) -> float:

@@ -20,6 +20,7 @@ from probemon.host.internals import intercept_operators, with_generator
 
 WIDTH, VOCABULARY, N_LAYERS, MOST_LAYERS = 32, 97, 3, 6
 MOST_PARAMETERS = 100_000_000  # of a twin: a host with parts that are not known here may stay large, and is not tried
+UNCROSSED = 64  # a window that is longer than every trial
 _LENGTHS = "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers encoder_layers"
 _LENGTHS += " num_encoder_layers depth"
 _NAMES: dict[float, str] = {  # what configurations call their sizes, by what is left of them
@@ -61,7 +62,7 @@ _NAMES: dict[float, str] = {  # what configurations call their sizes, by what is
     128: (
         "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
         "max_source_positions original_max_position_embeddings max_encoder_position_embeddings "
-        "max_decoder_position_embeddings index_topk"
+        "max_decoder_position_embeddings"
     ),
     0.3: "initializer_range init_std",
 }
@@ -74,13 +75,15 @@ _WINDOWS = (
     "attention_chunk_size",
     "keep_window_size",
     "window_size",
+    "index_topk",  # tokens that attention chooses: beyond so many it leaves others out
 )
 
 
-def shrunken(config: Any, window: int = 64, **changes: Any) -> Any:
+def shrunken(config: Any, window: int = UNCROSSED, **changes: Any) -> Any:
     """A small configuration of the same class, with every kind of layer; `changes` are made to its text part.
 
-    `window`: the longest that a window of attention may be. What a host does beyond one says nothing of what is within.
+    `window`: the longest that a window of attention may be, and if that is `UNCROSSED` how long every window is. What a
+    host does beyond one says nothing of what is within.
     """
     data = config.to_dict()
     small = _shrunken(config, data, {**SIZES, **dict.fromkeys(_WINDOWS, window)})
@@ -117,7 +120,8 @@ def _shrunken(config: Any, data: dict[str, Any], sizes: dict[str, Any]) -> dict[
         elif size is not None and (
             _is_number(value) or (value is None and name in ("head_dim", "num_key_value_heads"))
         ):
-            small[name] = min(value, size) if isinstance(value, int) else size
+            whole = isinstance(value, int) and not (name in _WINDOWS and size == UNCROSSED)
+            small[name] = min(value, size) if whole else size
         elif name == "per_layer_config" and isinstance(value, dict):
             changed = {int(i): {key: sizes.get(key, size) for key, size in part.items()} for i, part in value.items()}
             small[name] = {str(chosen.index(i)): part for i, part in changed.items() if i in chosen}
@@ -212,4 +216,16 @@ def twin(kind: type, config: Any, seed: int = 0) -> Any:
                     parameter.normal_(0, 0.3)
                 elif spread < 0.3:
                     parameter.mul_(0.3 / spread)
+        _fill_zeros(model)
     return model
+
+
+def _fill_zeros(model: Any) -> None:
+    """Draw what is learnt and begins as zeros, the embedding of padding and biases: it would hide what padding does."""
+    for module in model.modules():
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(module, torch.nn.Embedding) and isinstance(padding, int):
+            module.weight[padding].normal_(0, 0.3)
+        bias = getattr(module, "bias", None)
+        if isinstance(module, (torch.nn.Linear, torch.nn.Conv1d)) and isinstance(bias, torch.Tensor):
+            bias.normal_(0, 0.1)

@@ -236,9 +236,11 @@ class DecoderHooks:
         """Raise where the host cannot go on from a cache, or leave out padding, as this plain forward needs it to."""
         end = forward.start + forward.ids.shape[1]
         mask = "" if given.get("attention_mask") is None else "masked"
-        # A token that follows padding: padded on the left, or within.
-        if forward.mask is not None and (np.diff(forward.mask[:, :end].astype(np.int8), axis=1) > 0).any():
-            mask = "padded"
+        if forward.mask is not None:
+            given_mask = forward.mask[:, :end].astype(np.int8)
+            follows = np.diff(given_mask, axis=1) > 0  # a token that follows padding
+            if follows.any():
+                mask = "gapped" if (given_mask[:, :-1].cumsum(axis=1)[follows] > 0).any() else "padded"
         self.abilities.check_forward(
             used=forward.start > 0,
             several=forward.ids.shape[1] > 1,

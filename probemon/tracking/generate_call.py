@@ -162,28 +162,46 @@ def _ways(
     mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
     if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
         mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
-    padded = False
+    padded = gap = False
     if not encoder_decoder and isinstance(mask, Tensor) and mask.dim() == 2 and 0 not in mask.shape:
-        padded = bool((mask[:, 0] == 0).any())
+        padded, real = bool((mask[:, 0] == 0).any()), mask != 0
+        gap = bool((~real & (real.cumsum(dim=1) > 0) & (real.flip(1).cumsum(dim=1).flip(1) > 0)).any())
         after = ((mask[:, -1] == 0) & (mask != 0).any(dim=1)).nonzero().flatten().tolist()
         if after:
             raise NotSupportedDecoding(
                 f"the prompt of row {after[0]} ends in padding, and generate() would read its first token off the"
                 ' padding: the host\'s own answer is wrong. Pad on the left: tokenizer.padding_side = "left"'
             )
+    of_decoder = _padding_of_decoder(config, given) if encoder_decoder else ""
     if config.use_cache is False:
-        return frozenset({"padded, no cache"} if padded else ())
+        without = {"padded, no cache": padded, "gap, no cache": gap, of_decoder: bool(of_decoder)}
+        return frozenset(way for way, present in without.items() if present)
+    used = any(_is_used(given.get(name)) for name in CACHES)
     static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)
     needed = {
         "steps": not static,
         "static": static,
         "padded": padded,
+        of_decoder: bool(of_decoder),
+        "gap": gap and not used,
+        "turn, gap": gap and used,
         "beams": mode in _BEAMS,
         "speculative": mode == GenerationMode.ASSISTED_GENERATION,
         "chunked": config.prefill_chunk_size is not None,
-        "turn": any(_is_used(given.get(name)) for name in CACHES),
+        "turn": used,
     }
     return frozenset(way for way, present in needed.items() if present)
+
+
+def _padding_of_decoder(config: GenerationConfig, given: Mapping[str, Any]) -> str:
+    """What an encoder-decoder must leave out of its decoder's prompt: the name of a way, or nothing."""
+    mask, ids = given.get("decoder_attention_mask"), given.get("decoder_input_ids")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not bool((mask.diff(dim=1) > 0).any()):
+        return ""
+    starts = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    put_before = isinstance(ids, Tensor) and bool((ids[:, 0] != starts).all())
+    between = bool(((mask != 0).cumsum(dim=1)[:, :-1][mask.diff(dim=1) > 0] > 0).any())
+    return "decoder gap" if put_before or between else "decoder padded"
 
 
 def _is_used(cache: Any) -> bool:

@@ -186,17 +186,19 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"batch": True, "num_beams": 3, **GREEDY},
     "no cache": {"batch": True, "use_cache": False, **GREEDY},
     "second turn": {"turns": True, **GREEDY},
+    "gap": {"batch": True, "gap": True, **GREEDY},
+    "second turn, gap": {"turns": True, "gap": True, **GREEDY},
     "chunked": {"prefill_chunk_size": 3, **GREEDY},
     "prompt lookup": {"prompt_lookup_num_tokens": 3, **GREEDY},
     "static cache": {"cache_implementation": "static", **GREEDY},
     "plain": {"plain": [7], "use_cache": False},
     "plain, token by token": {"plain": [4, 1, 1, 1]},
     "plain, in pieces": {"plain": [3, 2, 2]},
+    "plain, gap": {"plain": [10], "gap": True, "use_cache": False},
     "corpus": {},
 }
-Line = tuple[
-    int, int, int, "list[int] | None"
-]  # row, first column, end of the columns that were run, what the encoder reads
+GAP = range(3, 6)  # masked columns between a row's tokens
+Line = tuple[int, list[int], "list[int] | None"]  # row, columns that were run, what the encoder reads
 
 
 class Host:
@@ -300,19 +302,19 @@ class Host:
                 {site: torch.cat([one.flatten(0, 1) for one in kept]) for site, kept in states.items()}
             )
         )
-        for row, first, end, encoder in lines:
-            expected, _ = self.oracle.forward(out[row, first:end].tolist(), encoder)
+        for row, columns, encoder in lines:
+            expected, _ = self.oracle.forward(out[row, columns].tolist(), encoder)
             at = {
                 int(result.position[i]): int(i)
                 for i in (result.row == row).nonzero()[0]
                 if not result.coverage.unseen[i]
             }
-            if sorted(at) != list(range(first, end)):
-                return {"outcome": "wrong", "reason": f"row {row}: positions {sorted(at)}, expected {first}..{end - 1}"}
+            if sorted(at) != columns:
+                return {"outcome": "wrong", "reason": f"row {row}: positions {sorted(at)}, expected {columns}"}
             for position, i in at.items():
                 scores = torch.zeros(expected.shape[1])
                 scores[torch.as_tensor(result.scores.active(i))] = torch.as_tensor(result.scores.active_scores(i))
-                worst = max(worst, float((scores - expected[position - first]).abs().max()))
+                worst = max(worst, float((scores - expected[columns.index(position)]).abs().max()))
                 own = max(own, float((scores - had).abs().amax(1).min()))
         told: dict[str, Any] = {"deviation": _short(worst), "own": _short(own)}
         if not own <= OWN_BAR:
@@ -329,23 +331,20 @@ class Host:
     def host_deviation(self, out: Tensor, lines: list[Line], logits: Any) -> float | None:
         """Of the bare host: logits of its steps, or scores of its beams, against one forward, of the largest."""
         worst = None
-        for row, first, end, encoder in lines:
-            _, expected = self.oracle.forward(out[row, first:end].tolist(), encoder)
+        for row, columns, encoder in lines:
+            _, expected = self.oracle.forward(out[row, columns].tolist(), encoder)
             if isinstance(logits, dict):  # beams: mean log probability of what was generated
-                begin = logits["begin"] - first
-                tokens = out[row, first:end].tolist()
+                own = [i for i, column in enumerate(columns) if column >= logits["begin"] - 1]
                 sure = expected.log_softmax(-1)
-                mean = sum(float(sure[i, int(out[row, first + i + 1])]) for i in range(begin - 1, len(tokens))) / (
-                    len(tokens) - begin + 1
-                )
+                mean = sum(float(sure[i, int(out[row, columns[i] + 1])]) for i in own) / len(own)
                 apart = abs(mean - float(logits["scores"][row])) / max(1.0, abs(mean))
             else:
                 given = logits[row]  # {column: [V]}
                 apart = max(
                     (
-                        float((given[column] - expected[column - first]).abs().max() / expected.abs().max())
-                        for column in given
-                        if first <= column < end
+                        float((given[column] - expected[i]).abs().max() / expected.abs().max())
+                        for i, column in enumerate(columns)
+                        if column in given
                     ),
                     default=0.0,
                 )
@@ -357,7 +356,7 @@ class Host:
         options = dict(MODES[mode])
         if "plain" in options:
             return self.plain(options)
-        batch, turns = (options.pop(name, False) for name in ("batch", "turns"))
+        batch, turns, gap = (options.pop(name, False) for name in ("batch", "turns", "gap"))
         common = {
             "max_new_tokens": NEW,
             "pad_token_id": PAD,
@@ -367,6 +366,10 @@ class Host:
             "output_scores": True,
         }
         ids = BATCH if batch else PROMPT
+        if gap and self.two:
+            raise NotImplementedError("the mask is of what is encoded")
+        if gap and not turns:
+            ids = torch.cat([ids[:, : GAP.start], torch.full((len(ids), len(GAP)), PAD), ids[:, GAP.start :]], dim=1)
         if self.two:  # an encoder counts its positions from the left, padding included
             ids = torch.tensor([[*row[row != PAD], *row[row == PAD]] for row in ids])
             options["decoder_start_token_id"] = 1
@@ -385,14 +388,19 @@ class Host:
             }  # what some call otherwise in their output
             given = {"input_ids": torch.cat([first.sequences, torch.tensor([[30, 31, 32]])], dim=1), **held}
             given["attention_mask"] = torch.ones_like(given["input_ids"])
+            masked = range(first.sequences.shape[1] - 3, first.sequences.shape[1] - 1) if gap else range(0)
+            given["attention_mask"][:, list(masked)] = 0  # as of a row that ended early in a batch
         made = self.model.generate(**given, **common, **options)
         out = made.sequences
         lines: list[Line] = []
         for row in range(len(out)):
-            encoder, begin = None, int((ids[row] == PAD).sum())
+            encoder, width = None, out.shape[1] - 1
+            mask = given.get("attention_mask", torch.ones_like(ids))[min(row, len(ids) - 1)].tolist()
+            columns = [column for column in range(width) if column >= len(mask) or mask[column]]
             if self.two:
-                encoder, begin = [int(token) for token in given["input_ids"][row] if token != PAD], 0
-            lines.append((row, begin, out.shape[1] - 1, encoder))
+                encoder = [int(token) for token in given["input_ids"][row] if token != PAD]
+                columns = list(range(width))
+            lines.append((row, columns, encoder))
         width = out.shape[1] - NEW
         if "num_beams" in options:
             return out, lines, {"scores": made.sequences_scores, "begin": width}
@@ -408,21 +416,27 @@ class Host:
         held: dict[str, Any] = {}
         logits: dict[int, Tensor] = {}
         encoder, at, cached = [1, 5, 9, 13] if self.two else None, 0, options.get("use_cache", True)
+        prompt, mask = PROMPT, {}
+        if "gap" in options:
+            prompt = torch.cat([PROMPT[:, : GAP.start], torch.full((1, len(GAP)), PAD), PROMPT[:, GAP.start :]], dim=1)
+            mask = {"attention_mask": (prompt != PAD).long()}
+            if not self.two:
+                mask["position_ids"] = (mask["attention_mask"].cumsum(1) - 1).clamp_min(0)
         with torch.no_grad():
             for width in options["plain"]:
-                piece = PROMPT[:, at : at + width]
+                piece = prompt[:, at : at + width]
                 given = (
                     {"input_ids": torch.tensor([encoder]), "decoder_input_ids": piece}
                     if self.two
                     else {"input_ids": piece}
                 )
-                made = self.model(**given, **held, use_cache=cached)
+                made = self.model(**given, **mask, **held, use_cache=cached)
                 held = {name: getattr(made, name) for name in CACHES if getattr(made, name, None) is not None}
-                if not held and at + width < PROMPT.shape[1]:
+                if not held and at + width < prompt.shape[1]:
                     raise NotImplementedError("a plain forward gives no cache to go on with")
                 logits |= {at + j: made.logits[0, made.logits.shape[1] - width + j] for j in range(width)}
                 at += width
-        return PROMPT, [(0, 0, PROMPT.shape[1], encoder)], [logits]
+        return prompt, [(0, [i for i, token in enumerate(prompt[0].tolist()) if token != PAD], encoder)], [logits]
 
 
 def _first(out: Any) -> Tensor:

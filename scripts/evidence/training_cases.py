@@ -110,7 +110,8 @@ def of_words(n_words: int = 1000) -> Iterator[dict[str, Any]]:
         for paragraph in text.text.split("\n")
         if len(paragraph.split()) >= 8
     ]
-    words_of = [set(re.findall(r"[a-z]{4,}", paragraph.lower())) for _, paragraph in paragraphs]
+    no_names = {"true", "false"}  # which are no names of concepts
+    words_of = [set(re.findall(r"[a-z]{4,}", paragraph.lower())) - no_names for _, paragraph in paragraphs]
     count = Counter(word for words in words_of for word in words)
     by_count = sorted((word for word in count if count[word] <= len(paragraphs) / 50), key=lambda w: (-count[w], w))
     chosen = set(by_count[:n_words])

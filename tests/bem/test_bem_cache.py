@@ -274,6 +274,31 @@ def test_rows_that_end_early_do_not_disturb_the_others(llama):
 # -- a cache's state follows it --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", ["position", "chunk", "token", "prefix"])
+def test_what_a_row_was_fed_after_its_end_is_forgotten_in_the_next_turn(llama, level):
+    ids, options = some_ids(2, 16, seed=5), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
+    config = BemConfig(
+        rank=4, level=level, chunk_tokens=4, prefix_tokens=8 if level != "prefix" else 24, token_limit=12
+    )
+    with randomise(attach_bem(llama, config)):
+        bare = llama.generate(ids, eos_token_id=None, **options)
+        cache = DynamicCache()
+        first = llama.generate(ids, past_key_values=cache, eos_token_id=int(bare[0, 17]), **options)
+        turn = torch.cat([first, ids[:, :3]], dim=1)
+        mask = (turn != PAD).long()
+        assert (mask[0] == 0).sum() > 2 and first.shape[1] == 22
+        options |= {"eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+        alone = llama.generate(turn[:1, mask[0] == 1], **options)
+        both = llama.generate(turn, attention_mask=mask, past_key_values=cache, **options)
+        for one, other in zip(alone.logits, both.logits, strict=True):
+            torch.testing.assert_close(other[0], one[0], rtol=0, atol=1e-4)
+        # The other way round nothing is known of what was not read.
+        cache = DynamicCache()
+        llama(ids, attention_mask=torch.tensor([[0] * 3 + [1] * 13, [1] * 16]), past_key_values=cache)
+        with pytest.raises(BemStateError, match="which were padding when they were read"):
+            llama(ids[:, :1], attention_mask=torch.ones(2, 17), past_key_values=cache)
+
+
 def test_a_copied_cache_goes_its_own_way(llama):
     """The recipe of computing a prompt once: copies and the original each go on alone."""
     ids, more = some_ids(2, 10), some_ids(2, 9, seed=4)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import architectures
@@ -29,7 +30,9 @@ pytestmark = [
 RESULTS = Path(__file__).parents[2] / "docs/benchmarks/architectures.json"
 # Where the hosts differ most; each pair is judged by its own bare host, and must be what the sweep found.
 SAMPLE = {
-    "llama": ("greedy", "beams", "second turn", "plain, in pieces"),
+    "llama": ("greedy", "beams", "second turn", "gap", "second turn, gap", "plain, in pieces", "plain, gap"),
+    "mistral": ("greedy", "gap", "second turn, gap", "plain, gap"),
+    "lfm2": ("gap", "second turn, gap"),
     "mamba": ("greedy", "beams", "second turn"),
     "mamba2": ("beams", "second turn"),
     "falcon_mamba": ("second turn",),
@@ -47,6 +50,8 @@ SAMPLE = {
     "bart": ("greedy", "chunked"),
 }
 REFUSED = {  # what must be: the findings that this table began with
+    "mistral": ("gap", "second turn, gap", "plain, gap"),
+    "lfm2": ("gap", "second turn, gap"),
     "mamba": ("second turn",),
     "mamba2": ("second turn",),
     "falcon_mamba": ("second turn",),
@@ -170,7 +175,7 @@ def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatc
         torch.set_default_dtype(torch.bfloat16)
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta"):
             tried = abilities.Abilities(model)
-            tried.check_generate({"steps", "padded"})
+            tried.check_generate({"steps", "no cache"})
             with pytest.raises(NotSupportedDecoding, match="use_cache=False, or num_beams=1"):
                 tried.check_generate({"steps", "beams"})
     finally:
@@ -293,6 +298,63 @@ def test_a_host_whose_answer_depends_on_what_it_read_before_is_read_no_corpora()
         else:
             assert torch.equal(first, again)
             StateReader(model, make_tokenizer(), ["resid_post.0"], Reading())
+
+
+def test_padding_is_refused_where_the_embedding_of_padding_matters():
+    """A fresh host's is zero, and hides what padding does; that of a trained one need not be."""
+    for name, wrong in (("recurrent_gemma", True), ("mamba", False), ("llama", False)):
+        model = host_of(name)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0].normal_(0, 0.3)
+        ids, options = torch.tensor([[1, 44, 3, 17, 8]]), {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+        options |= {"return_dict_in_generate": True, "output_logits": True, "eos_token_id": 97}
+        padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
+        alone, beside = (model.generate(x, attention_mask=(x != 0).long(), **options).logits[0] for x in (ids, padded))
+        assert ((alone - beside).abs().max() / alone.abs().max() > 1e-2) == wrong, name
+        if wrong:
+            with pytest.raises(NotSupportedDecoding, match="a left-padded batch is not supported for Recurrent"):
+                abilities.Abilities(model).check_generate({"padded"})
+        else:
+            abilities.Abilities(model).check_generate({"padded"})
+
+
+def test_padding_is_refused_where_answers_depend_on_the_cut_too():
+    with pytest.raises(NotSupportedDecoding, match="left-padded batch is not supported for Doge"):
+        abilities.Abilities(host_of("doge")).check_generate({"padded"})
+    abilities.Abilities(host_of("doge")).check_generate({"steps", "beams"})  # as it runs
+
+
+def test_attention_that_chooses_so_many_tokens_is_tried_beyond_them():
+    """With two heads many choices are ties, which fall out by how long the row is."""
+    config = host_of("deepseek_v32").config
+    config.index_topk, config.index_n_heads = 16, 2
+    model = twin(transformers.DeepseekV32ForCausalLM, config)
+    short, long = torch.randint(5, 90, (1, 40)), torch.randint(5, 90, (1, 60))
+    both = torch.cat([torch.cat([short, torch.zeros_like(long[:, :20])], dim=1), long])
+    mask = torch.ones_like(both)
+    mask[0, 40:] = 0
+    alone = model(short, attention_mask=torch.ones_like(short), use_cache=False).logits[0]
+    beside = model(both, attention_mask=mask, use_cache=False).logits[0, :40]
+    assert (alone - beside).abs().max() > 1e-2
+    assert abilities.Abilities(model).takes_padding(12) and not abilities.Abilities(model).takes_padding(40)
+
+
+def test_padding_of_a_decoders_prompt_is_refused_where_it_is_counted(tmp_path):
+    prompt = {"decoder_input_ids": torch.tensor([[0, 0, 9, 8], [3, 4, 9, 8]]), "max_new_tokens": 2, "do_sample": False}
+    prompt["decoder_attention_mask"] = (prompt["decoder_input_ids"] != 0).long()
+    ids = torch.tensor([[1, 44, 3, 17, 8], [5, 9, 13, 7, 21]])
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in LAYER.items()}
+    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=97, d_model=16, **sizes)).eval()
+    with (
+        manager_of(bart, tmp_path / "bart").attach(bart),
+        pytest.raises(NotSupportedDecoding, match="decoder_input_ids is not supported for Bart"),
+    ):
+        bart.generate(ids, **prompt)
+    t5 = host_of("t5")  # by relative positions: those of what comes after the padding
+    with manager_of(t5, tmp_path / "t5").attach(t5):
+        t5.generate(ids, decoder_start_token_id=0, **prompt)
+        with pytest.raises(NotSupportedDecoding, match="masked columns between decoder_input_ids"):
+            t5.generate(ids, decoder_start_token_id=1, **prompt)
 
 
 LAYER = {"layers": 2, "attention_heads": 2, "ffn_dim": 16}

@@ -236,6 +236,7 @@ def _try_generate(model: Any, way: str) -> float:
         first_turn = model.generate(ids, **options)
         options[_name_of_cache(model)] = list(_caches(first_turn).values())[0]
         ids = torch.cat([first_turn.sequences, torch.tensor([[30, 31, 32]])], dim=1)
+        options["attention_mask"] = torch.ones_like(ids)  # what was generated may look like padding
     elif masked:
         ids = _with_columns(ids, masked)
     if masked:

@@ -27,7 +27,7 @@ _NAMES: dict[float, str] = {  # what configurations call their sizes, by what is
     32: (
         "hidden_size d_model n_embd dim_model word_embed_proj_dim embedding_size emb_dim embedding_dim lru_width "
         "attention_hidden_size input_embedding_size output_embedding_size hidden_size_global "
-        "cross_attention_hidden_size out_hidden_size output_size"
+        "cross_attention_hidden_size out_hidden_size output_size index_n_heads"
     ),
     48: (
         "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
@@ -38,7 +38,7 @@ _NAMES: dict[float, str] = {  # what configurations call their sizes, by what is
     4: (
         "num_attention_heads encoder_attention_heads decoder_attention_heads n_head n_heads attention_heads "
         "swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_heads "
-        "linear_num_value_heads index_n_heads qk_rope_head_dim rotary_dim state_size ssm_state_size mamba_d_state "
+        "linear_num_value_heads qk_rope_head_dim rotary_dim state_size ssm_state_size mamba_d_state "
         "time_step_rank mamba_dt_rank d_rel num_experts num_local_experts n_routed_experts moe_num_experts "
         "chunk_size mamba_chunk_size index_topk_blocks index_block_size"
     ),
@@ -227,5 +227,5 @@ def _fill_zeros(model: Any) -> None:
         if isinstance(module, torch.nn.Embedding) and isinstance(padding, int):
             module.weight[padding].normal_(0, 0.3)
         bias = getattr(module, "bias", None)
-        if isinstance(module, (torch.nn.Linear, torch.nn.Conv1d)) and isinstance(bias, torch.Tensor):
+        if isinstance(bias, torch.nn.Parameter) and bias.is_floating_point() and not bool(bias.any()):
             bias.normal_(0, 0.1)

@@ -194,7 +194,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {"plain": [7], "use_cache": False},
     "plain, token by token": {"plain": [4, 1, 1, 1]},
     "plain, in pieces": {"plain": [3, 2, 2]},
-    "plain, gap": {"plain": [10], "gap": True, "use_cache": False},
+    "plain, gap": {"plain": [17], "gap": True, "use_cache": False},
     "corpus": {},
 }
 GAP = range(3, 6)  # masked columns between a row's tokens
@@ -233,11 +233,8 @@ class Host:
                     out, lines, _ = self.run(mode)
             return {"outcome": "exact", **self.compare(run, out, lines, states, entry.get("host")), **entry}
         except ProbemonError as error:
-            in_vain = (
-                "whose own answer is wrong" in str(error)
-                and (entry.get("host") or 0.0) <= HOST_BAR
-                and "fails" not in entry
-            )
+            told_wrong = "whose own answer is wrong" in str(error) and "fails" not in entry
+            in_vain = told_wrong and self.is_right(mode, entry.get("host") or 0.0)
             return {
                 "outcome": "wrong" if in_vain else "refused",
                 "reason": ("in vain: " if in_vain else "") + f"{type(error).__name__}: {_line(error)}",
@@ -252,6 +249,14 @@ class Host:
                 "reason": f"{type(error).__name__}: {_line(error)} ({Path(where.filename).name}:{where.lineno})",
                 **entry,
             }
+
+    def is_right(self, mode: str, deviation: float) -> bool:
+        """Whether the bare host is right in a mode, of these tokens by `deviation` and of some others."""
+        for shift in (7, 19, 31):
+            if deviation > HOST_BAR:
+                break
+            deviation = max(deviation, self.host_deviation(*self.run(mode, shift)) or 0.0)
+        return deviation <= HOST_BAR
 
     def try_corpus(self) -> dict[str, Any]:
         """Documents that share batches, each against its own forward."""
@@ -351,11 +356,11 @@ class Host:
             worst = max(worst or 0.0, apart) if math.isfinite(apart) else math.inf
         return _short(worst) if worst is not None else None
 
-    def run(self, mode: str) -> tuple[Tensor, list[Line], Any]:
-        """`(out, lines, logits)` of one mode."""
+    def run(self, mode: str, shift: int = 0) -> tuple[Tensor, list[Line], Any]:
+        """`(out, lines, logits)` of one mode; `shift`: of other tokens."""
         options = dict(MODES[mode])
         if "plain" in options:
-            return self.plain(options)
+            return self.plain(options, shift)
         batch, turns, gap = (options.pop(name, False) for name in ("batch", "turns", "gap"))
         common = {
             "max_new_tokens": NEW,
@@ -365,7 +370,7 @@ class Host:
             "output_logits": True,
             "output_scores": True,
         }
-        ids = BATCH if batch else PROMPT
+        ids = _shifted(BATCH if batch else PROMPT, shift)
         if gap and self.two:
             raise NotImplementedError("the mask is of what is encoded")
         if gap and not turns:
@@ -378,7 +383,7 @@ class Host:
             given["attention_mask"] = (ids != PAD).long()
         torch.manual_seed(6)
         if turns:
-            first = self.model.generate(PROMPT, **common, **options)
+            first = self.model.generate(ids, **common, **options)
             held = {name: getattr(first, name) for name in CACHES if getattr(first, name, None) is not None}
             if not held:
                 raise NotImplementedError("generate() returns no cache to go on with")
@@ -411,14 +416,14 @@ class Host:
         )
         return out, lines, logits
 
-    def plain(self, options: dict[str, Any]) -> tuple[Tensor, list[Line], Any]:
+    def plain(self, options: dict[str, Any], shift: int) -> tuple[Tensor, list[Line], Any]:
         """Forwards without `generate()`, in pieces, each going on with the cache that the one before gave."""
         held: dict[str, Any] = {}
         logits: dict[int, Tensor] = {}
         encoder, at, cached = [1, 5, 9, 13] if self.two else None, 0, options.get("use_cache", True)
-        prompt, mask = PROMPT, {}
+        prompt, mask = _shifted(PROMPT, shift), {}
         if "gap" in options:
-            prompt = torch.cat([PROMPT[:, : GAP.start], torch.full((1, len(GAP)), PAD), PROMPT[:, GAP.start :]], dim=1)
+            prompt = torch.cat([prompt, torch.full((1, len(GAP)), PAD), prompt], dim=1)
             mask = {"attention_mask": (prompt != PAD).long()}
             if not self.two:
                 mask["position_ids"] = (mask["attention_mask"].cumsum(1) - 1).clamp_min(0)
@@ -437,6 +442,11 @@ class Host:
                 logits |= {at + j: made.logits[0, made.logits.shape[1] - width + j] for j in range(width)}
                 at += width
         return prompt, [(0, [i for i, token in enumerate(prompt[0].tolist()) if token != PAD], encoder)], [logits]
+
+
+def _shifted(ids: Tensor, shift: int) -> Tensor:
+    """Other tokens, and the same padding."""
+    return torch.where(ids == PAD, PAD, (ids - 1 + shift) % (VOCABULARY - 1) + 1)
 
 
 def _first(out: Any) -> Tensor:

@@ -58,7 +58,8 @@ REFUSED = {  # what must be: the findings that this table began with
     "jamba": ("second turn", "chunked", "plain, in pieces"),
     "bamba": ("plain, token by token",),
     "minimax": ("beams",),
-    "recurrent_gemma": ("beams", "second turn"),
+    "recurrent_gemma": ("greedy", "beams", "second turn"),
+    "doge": ("greedy", "no cache"),
     "rwkv": ("greedy", "no cache"),
     "gpt_neo": ("static cache",),
     "bart": ("greedy",),
@@ -320,8 +321,8 @@ def test_padding_is_refused_where_the_embedding_of_padding_matters():
 
 def test_padding_is_refused_where_answers_depend_on_the_cut_too():
     with pytest.raises(NotSupportedDecoding, match="left-padded batch is not supported for Doge"):
-        abilities.Abilities(host_of("doge")).check_generate({"padded"})
-    abilities.Abilities(host_of("doge")).check_generate({"steps", "beams"})  # as it runs
+        abilities.Abilities(host_of("doge")).check_generate({"padded"}, 30)
+    abilities.Abilities(host_of("doge")).check_generate({"steps", "beams"}, 30)  # as it runs
 
 
 def test_attention_that_chooses_so_many_tokens_is_tried_beyond_them():

@@ -373,9 +373,41 @@ MUTATIONS = [
     ),
     (
         "host/abilities.py",
-        " and not trials.depends_on_the_cut:",
-        ":",
+        "            if trials.depends_on_the_cut:",
+        "            if False:",
         "hosts that look at what comes after are refused",
+    ),
+    (
+        "host/abilities.py",
+        "distance = None if as_run is None else trials.distance(as_run)",
+        "distance = None",
+        "padding is not asked about where answers depend on the cut",
+    ),
+    ("tracking/generate_call.py", '"gap": gap and not used,', '"gap": False,', "masked columns are not asked about"),
+    (
+        "tracking/generate_call.py",
+        '"turn, gap": gap and used,',
+        '"turn, gap": False,',
+        "what is masked of a used cache is not asked about",
+    ),
+    (
+        "tracking/generate_call.py",
+        "        of_decoder: bool(of_decoder),\n",
+        "",
+        "a decoder's padding is not asked about",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        'mask = "gapped" if',
+        'mask = "masked" if',
+        "masked columns of a plain forward are not asked about",
+    ),
+    ("host/twin.py", "        _fill_zeros(model)\n", "", "zeros hide what padding does"),
+    (
+        "offline/state_reader.py",
+        "        abilities.check_again(self.window.n_tokens)\n",
+        "",
+        "corpora are read by a host that depends on what it read before",
     ),
     (
         "host/twin.py",

@@ -22,7 +22,7 @@ import numpy as np
 
 from probemon.core.scores import COUNTS, PROMPT, Scores
 from probemon.engine.audit import Audit
-from probemon.errors import ConfigError, MissingExtra
+from probemon.telemetry.collector import Collector
 from probemon.tracking.align import PlacedTokens
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _PERCENTILES = (50, 95, 99)
 _ARENA = ("hits", "misses", "evictions", "uploaded_bytes", "late", "fetched")
 
 
-class RunMetrics:
+class RunMetrics(Collector):
     """A collector of `prometheus_client` over one run, registered while its `with` block is open.
 
     `concepts` are counted by name: each is a series of its own, so name few. `registry` is the client's default one, or
@@ -42,11 +42,7 @@ class RunMetrics:
     def __init__(
         self, run: MonitorRun, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None
     ) -> None:
-        try:
-            import prometheus_client
-        except ImportError as error:
-            raise MissingExtra("RunMetrics needs prometheus-client: pip install 'probemon[metrics]'") from error
-        self._registry = prometheus_client.REGISTRY if registry is None else registry
+        super().__init__(registry)
         self._run, self._pack = run, run.manager.pack
         self._probes = self._pack.find_all(list(concepts)) if concepts else []  # each once
         self._lock = threading.Lock()
@@ -55,18 +51,6 @@ class RunMetrics:
         self._fired = np.zeros(self._pack.n_probes, dtype=np.int64)
         self._audit = Audit(self._pack.n_probes)
         run.listen(self._add)
-
-    def __enter__(self) -> RunMetrics:
-        try:
-            self._registry.register(self)
-        except ValueError as error:
-            raise ConfigError(
-                f"this registry has metrics of another run: leave its block first, or give registry= ({error})"
-            ) from error
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._registry.unregister(self)
 
     def _add(self, placed: PlacedTokens, scores: Scores) -> None:
         """Add one batch of tokens to the sums, as a listener of the run."""

@@ -133,6 +133,11 @@ class RoutingRecorder:
         with self._lock:
             return [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of alert that its rules raise, each once."""
+        return sorted({rule.kind for rule in self._settings.rules})
+
     def save_baseline(self, path: str | os.PathLike[str]) -> None:
         """Write what drifts are measured from, for `baseline=` of another run.
 

@@ -17,7 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
+from probemon.telemetry import RoutingMonitor, Rule
 from probemon.telemetry.metrics import RunMetrics
+from probemon.telemetry.routing_metrics import RoutingMetrics
+from probemon.telemetry.statistics import METRICS
+from routed_hosts import make_moe
 
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
 MASK = (PROMPTS != 0).long()
@@ -64,6 +68,29 @@ def test_counts_are_those_of_the_result(model, pack):
     assert found["probemon_arena_slots", (("what", "slots"),)] == pack.n_probes
 
 
+def test_metrics_of_routing_are_those_of_the_report():
+    model, registry = make_moe(), CollectorRegistry()
+    with RoutingMonitor(model, rules=(Rule("flips", "flip_rate", raise_at=0.01, clear_at=0.0, window=8),)) as monitor:
+        with RoutingMetrics(monitor, registry=registry):
+            generate(model)
+            found = read(registry)
+        assert generate_latest(registry) == b""
+    report = monitor.report()
+    assert found["probemon_routing_tokens_total", (("seen", "yes"),)] == report["n_tokens"] > 0
+    for stream in report["streams"]:
+        router = {name: str(stream[name]) for name in ("site", "layer", "level")}
+        of = {name: value for name, value in stream.items() if name in METRICS}
+        assert len(of) > 8
+        for metric, value in of.items():
+            assert found["probemon_routing", tuple(sorted({**router, "metric": metric}.items()))] == value
+    assert found["probemon_routing_alerts", (("kind", "flips"),)] == len(report["alerts"])
+    assert found["probemon_routing_alerts_raised_total", ()] == report["n_alerts"]
+    percentile = found["probemon_routing_capture_seconds", (("percentile", "95"),)]
+    assert percentile == pytest.approx(report["latency_us"]["p95"] / 1e6)
+    with pytest.raises(ConfigError, match="give a RoutingMonitor"):
+        RoutingMetrics(model)
+
+
 def test_why_tokens_were_not_seen_is_told(model, pack):
     registry = CollectorRegistry()
 
@@ -108,18 +135,22 @@ def test_one_registry_holds_one_run_and_is_given_back(model, pack):
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 def test_a_prometheus_server_reads_them(model, pack, tmp_path):
-    registry = CollectorRegistry()
+    registry, host = CollectorRegistry(), make_moe()
     with (
         DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run,
+        RoutingMonitor(host) as routing,
         RunMetrics(run, concepts=["c1"], registry=registry),
+        RoutingMetrics(routing, registry=registry),
     ):
         out = generate(model)
+        generate(host)
         server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
         try:
             with prometheus(tmp_path, server.server_port) as ask:
                 tokens = ask('sum(probemon_tokens_total{unseen=""})')
                 fired = ask('probemon_fired_total{concept="c1"}')
                 recall = ask('probemon_audit_recall{of="firing",bound="value"}')
+                entropy = ask('sum(probemon_routing{metric="decision_entropy"})')
                 names = ask.api("label/__name__/values")
         finally:
             server.shutdown()
@@ -129,6 +160,7 @@ def test_a_prometheus_server_reads_them(model, pack, tmp_path):
     result = run.result(out)
     assert tokens == result.coverage.seen.sum() and recall == pytest.approx(result.audit.firing_recall.value, abs=1e-12)
     assert fired == ((result.scores.probes == pack.find("c1")) & result.scores.fired_mask).sum()
+    assert entropy == pytest.approx(sum(stream["decision_entropy"] for stream in routing.report()["streams"]))
     assert {"probemon_info", "probemon_arena_total", "probemon_hook_seconds"} <= set(names)
     checked = subprocess.run(["promtool", "check", "metrics"], input=exposition, capture_output=True)
     assert checked.returncode == 0 and not checked.stderr, checked.stderr.decode()

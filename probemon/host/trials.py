@@ -220,7 +220,8 @@ def _try_generate(model: Any, way: str) -> float:
         output_logits=True,
         output_scores=True,
     )
-    options: dict[str, Any] = {"generation_config": config, **dict(WAYS[way].options)}
+    # Options beside a configuration are warned of; what update() gives back is none of a configuration's.
+    options: dict[str, Any] = {"generation_config": config, **config.update(**dict(WAYS[way].options))}
     masked = _MASKED.get(way, range(0))
     ids = torch.tensor(ROWS if way.startswith(("padded", "gap", "beams", "decoder")) else ROWS[:1])
     if is_encoder_decoder(model) and (way in ("turn", "beside", "padded") or "gap" in way.replace("decoder gap", "")):
@@ -244,7 +245,7 @@ def _try_generate(model: Any, way: str) -> float:
     if way == "beside":
         options["logits_processor"] = LogitsProcessorList([_AnotherSequence(model)])
     out = model.generate(ids, **options)
-    if "num_beams" in options:
+    if config.num_beams is not None and config.num_beams > 1:
         return _distance_of_beams(model, out, 1 if is_encoder_decoder(model) else ids.shape[1])
     read = [column for column in range(out.sequences.shape[1] - 1) if column not in _MASKED.get(way, ())]
     return max(

@@ -262,8 +262,8 @@ def test_table_in_the_documents_is_what_was_found():
                 " cache (it looks at tokens that come after, say), and every score is that of a state which it had."
                 " *Refused*: by a typed error; where that says that the host's own answer is wrong, its own logits are"
                 " away from those of one forward. *The host fails*: it raises without probemon, too. A gap is"
-                " masked columns between a row's tokens, as a row of a batch has that ended early and goes on in the next"
-                " turn."
+                " masked columns between a row's tokens, as a row of a batch has that ended early and goes on in the"
+                " next turn."
             ),
             "",
             *figures.architectures(json.loads((path.parent / "benchmarks/architectures.json").read_text())),

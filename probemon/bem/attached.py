@@ -29,13 +29,14 @@ from probemon.bem.governance import Governor
 from probemon.bem.host_hooks import HostHooks, Steered
 from probemon.bem.int8 import make_int8
 from probemon.bem.saved import check_host, read_saved, write_saved
+from probemon.bem.sharded import check_spread
 from probemon.bem.sites import device_of, find_sites, make_updates
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import choose_impl
 from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
-from probemon.host.internals import cache_layers, keys_and_values
+from probemon.host.internals import cache_layers, keys_and_values, tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, text_config, unwrap
 
 
@@ -86,21 +87,18 @@ class Bem(nn.Module):
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(f"{type(host).__name__} is an encoder-decoder: an adapter is for decoders alone")
-        n_ranks = int(getattr(host, "tp_size", None) or 1)
-        if n_ranks > 1:
-            raise NotSupportedHost(
-                f"this {type(host).__name__} is spread over {n_ranks} ranks (tensor parallel), and each has a part of "
-                "what goes into a site, too little for its update: load it whole, "
-                "without tp_plan (device_map= spreads whole layers over devices), or distil the adapter on one "
-                "process (probemon.bem.distil) and spread the host with that LoRA merged"
-            )
+        n_ranks = tensor_parallel_size(host)
+        check_spread(config, fallback, impl, n_ranks)
         decoder, layers = find_layers(host)
         # In a tuple: as attributes they would be parts of this module.
         self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         read_layer = layers[config.read_layer]
         devices = [device_of(module) for module in (read_layer, *(site.module for site in self.sites))]
-        self.impl, self.impl_why = choose_impl(impl, devices, config)
+        if n_ranks > 1:
+            self.impl, self.impl_why = "reference", "the host is spread over ranks, which sum what they have in parts"
+        else:
+            self.impl, self.impl_why = choose_impl(impl, devices, config)
         with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             # In a fork: what is sampled afterwards is the same as without an adapter.
             torch.default_generator.manual_seed(config.seed)
@@ -110,6 +108,8 @@ class Bem(nn.Module):
         self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
         governor = Governor if config.form == "low_rank" else FormGovernor
         self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
+        if n_ranks > 1:
+            self.governor.host_norm()  # now, with all ranks: later one alone may ask
         self.steered = Steered()
         self._states, self._stack = States(), ExitStack()
         self._hooks: HostHooks | None = None  # while it is attached

@@ -108,15 +108,16 @@ class FormGovernor:
             if bool(own.any()):
                 some = applied[site.key][own]
                 sigma[own] = (self.sigma1(site, some[:, :-1]) * some[:, -1].abs()).to(sigma)
-        if self._host_norm is None:
-            self._host_norm = self._norm_beside()
-        return sigma.where(total.isfinite(), math.nan), total / self._host_norm
+        return sigma.where(total.isfinite(), math.nan), total / self.host_norm()
 
-    def _norm_beside(self) -> float:
-        """The norm of what updates are added to: the host's weights, or of films the outputs as they are."""
-        if self._config.form == "film":
-            return math.sqrt(sum(site.n_out for site in self._forms))
-        return weights_norm(self._forms)
+    def host_norm(self) -> float:
+        """Return the norm of what updates are added to, computed once: the host's weights, or of films the outputs as
+        they are.
+        """
+        if self._host_norm is None:
+            film = self._config.form == "film"
+            self._host_norm = math.sqrt(sum(site.n_out for site in self._forms)) if film else weights_norm(self._forms)
+        return self._host_norm
 
 
 def _wide(form: Form, codes: Tensor) -> Tensor:

@@ -161,10 +161,10 @@ class Governor:
             larger = group_largest.to(largest) > largest
             sigma = torch.where(larger, group_sigma.to(sigma), sigma)
             largest = torch.where(larger, group_largest.to(largest), largest)
-        return sigma.where(total.isfinite(), math.nan), total.sqrt() / self._weights_norm()
+        return sigma.where(total.isfinite(), math.nan), total.sqrt() / self.host_norm()
 
-    def _weights_norm(self) -> float:
-        """Of all sites, computed once."""
+    def host_norm(self) -> float:
+        """Return the Frobenius norm of the host's weights at all sites together, computed once."""
         if self._host_norm is None:
             self._host_norm = weights_norm(self._updates)
         return self._host_norm
@@ -257,10 +257,16 @@ def weights_norm(sites: Iterable[Site]) -> float:
     """Return the Frobenius norm of the host's weights at all sites together; NaN where a site has none of its own."""
     weights = [getattr(site.module, "weight", None) for site in sites]
     squares = [
-        float(weight.detach().to(torch.float32).square().sum()) if isinstance(weight, Tensor) else math.nan
+        float(_whole(weight.detach().to(torch.float32).square().sum())) if isinstance(weight, Tensor) else math.nan
         for weight in weights
     ]
     return math.sqrt(sum(squares))
+
+
+def _whole(total: Tensor) -> Tensor:
+    """A sum over ranks, of a weight that they have in parts."""
+    whole: Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
+    return whole
 
 
 def decorrelation(codes: Tensor, real: Tensor) -> Tensor:

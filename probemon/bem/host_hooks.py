@@ -318,21 +318,25 @@ class HostHooks:
                 " earlier read_layer"
             )
         x = args[0] if args else kwargs["hidden_states"]
-        x, code = x.reshape(-1, site.n_in), forward.applied[site.key].to(x.device)
-        if len(x) != len(code):
+        (n_in, n_out), code = site.sizes_here, forward.applied[site.key].to(x.device)
+        x = x.reshape(-1, n_in)
+        with_routing = isinstance(output, tuple)  # of some mixtures of experts
+        base = output[0] if with_routing else output
+        if len(x) != len(code) or base.shape[-1] != n_out:
             n_rows, n_tokens = forward.real.shape
             raise NotSupportedHost(
                 f"site {site.name} is run on {len(x)} states in a forward of {n_rows} rows and {n_tokens} tokens: whose"
-                f" code is whose is unknown. Leave {site.kind!r} out of sites; of a host that is sharded over ranks, "
-                "load it whole"
+                f" code is whose is unknown. Leave {site.kind!r} out of sites; of a host that is spread over ranks in"
+                " another way than by rows or columns, load it whole"
             )
         if config.dropout and module.training:
             x = nn.functional.dropout(x, config.dropout)
-        with_routing = isinstance(output, tuple)  # of some mixtures of experts
-        base = output[0] if with_routing else output
         with _own_precision(x.device):
-            flat = base.reshape(-1, site.n_out)
-            if isinstance(update, Form):
+            flat = base.reshape(-1, n_out)
+            if site.shard is not None:
+                low_rank = cast(SiteUpdate, update)
+                steered = site.shard.update(x, low_rank.V, low_rank.U, code, config.scale, flat).view(base.shape)
+            elif isinstance(update, Form):
                 steered = steer(update, x, code, flat).view(base.shape)
             else:
                 steered = generated_update(

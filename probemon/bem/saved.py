@@ -34,6 +34,7 @@ from probemon.bem.sites import Site, find_sites
 from probemon.core.files import save_tensors, sha256, write_text_atomically
 from probemon.errors import BemFileError, ConfigError, HostMismatch
 from probemon.host.fingerprint import fingerprint
+from probemon.host.internals import tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
@@ -87,12 +88,20 @@ class Saved:
 def write_saved(
     folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write both files; an adapter that is there already is replaced."""
+    """Write both files; an adapter that is there already is replaced. Of a host that is spread over ranks all of them
+    call this, since each knows a part of it, and one writes.
+    """
+    described, spread = describe(config, model, sites), tensor_parallel_size(model) > 1
+    if spread and torch.distributed.get_rank():
+        torch.distributed.barrier()
+        return
     make_folder(folder)
     stated = write_tensors(folder / WEIGHTS, tensors)
-    hashed: dict[str, Any] = {**describe(config, model, sites), "files": {WEIGHTS: stated}}
+    hashed: dict[str, Any] = {**described, "files": {WEIGHTS: stated}}
     settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **hashed, "sha256": settings_hash(hashed)}
     write_text_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    if spread:
+        torch.distributed.barrier()
 
 
 def make_folder(folder: Path) -> None:

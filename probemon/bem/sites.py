@@ -19,8 +19,10 @@ from torch import nn
 
 from probemon.bem.config import CHUNK_KINDS, BemConfig
 from probemon.bem.forms.make import make_form
+from probemon.bem.sharded import Shard, shard_of
 from probemon.errors import ConfigError, NotSupportedHost
-from probemon.host.model import find_layers, hidden_size, site_module
+from probemon.host.internals import tensor_parallel_size
+from probemon.host.model import find_layers, hidden_size, site_module, unwrap
 
 # What hosts call the linear layers of each kind, inside their attention and feed-forward blocks.
 _NAMES = {
@@ -31,8 +33,10 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One updated module, which maps `[.., n_in]` to `[.., n_out]`; its `name` is such as "down.3". `mergeable`: it is
-    a plain linear layer.
+    """One updated module, which maps `[.., n_in]` to `[.., n_out]`; its `name` is such as "down.3".
+
+    `mergeable`: it is a plain linear layer.
+    `shard`: what this process has of it; None for the whole.
     """
 
     kind: str
@@ -41,6 +45,7 @@ class Site:
     n_in: int
     n_out: int
     mergeable: bool
+    shard: Shard | None = None
 
     @property
     def name(self) -> str:
@@ -50,6 +55,14 @@ class Site:
     def key(self) -> str:
         """The name, where dots are not allowed."""
         return f"{self.kind}_{self.layer}"
+
+    @property
+    def sizes_here(self) -> tuple[int, int]:
+        """How many numbers this process has of each input, and of each output."""
+        if self.shard is None:
+            return self.n_in, self.n_out
+        n = self.shard.end - self.shard.begin
+        return (n, self.n_out) if self.shard.rows else (self.n_in, n)
 
     @property
     def chunked(self) -> bool:
@@ -76,17 +89,20 @@ def find_sites(model: Any, config: BemConfig) -> list[Site]:
     chosen = range(config.read_layer, len(layers)) if config.layers is None else sorted(config.layers)
     if max(chosen) >= len(layers):
         raise ConfigError(f"layers has {max(chosen)}: the host has layers 0..{len(layers) - 1}")
-    return [_site(layers, kind, layer, hidden_size(model)) for layer in chosen for kind in config.sites]
+    width, n_ranks = hidden_size(model), tensor_parallel_size(unwrap(model))
+    return [_site(layers, kind, layer, width, n_ranks) for layer in chosen for kind in config.sites]
 
 
-def _site(layers: nn.ModuleList, kind: str, layer: int, width: int) -> Site:
+def _site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks: int) -> Site:
     block = site_module(layers, f"{'mlp_out' if kind == 'down' else 'attn_out'}.{layer}")
     children = dict(block.named_children())
     for name in _NAMES[kind]:
         # PEFT's layers hold the host's own, and go from the same input to the same output.
         linear = getattr(children.get(name), "base_layer", children.get(name))
         if isinstance(linear, nn.Linear):
-            return Site(kind, layer, children[name], linear.in_features, linear.out_features, linear is children[name])
+            shard = shard_of(linear, f"{kind}.{layer}", n_ranks)
+            mergeable = linear is children[name]
+            return Site(kind, layer, children[name], linear.in_features, linear.out_features, mergeable, shard)
     if kind == "down" and "experts" in children:
         return Site(kind, layer, block, width, width, False)
     raise NotSupportedHost(

@@ -72,12 +72,20 @@ def test_tokens_that_are_left_out_are_not_distilled_as_if_they_were_not():
         distil(bem, LESSONS)
 
 
-def test_a_host_that_is_spread_over_ranks_is_refused_when_attached():
-    """Probes read the residual stream, which is whole on every rank; the inputs of sites are not."""
+def test_what_cannot_be_on_a_host_that_is_spread_over_ranks_is_refused_when_attached():
+    """Of low-rank updates tests/bem/test_bem_ranks.py shows that they can."""
     model = make_model()
     model._tp_size = 2  # as transformers' tp_plan sets it
-    with pytest.raises(NotSupportedHost, match=r"spread over 2 ranks \(tensor parallel\).*without tp_plan.*distil"):
-        attach_bem(model, BemConfig(**SMALL))
+    with pytest.raises(
+        NotSupportedHost, match=r"form 'film'.*spread over 2 ranks \(tensor parallel\).*without tp_plan"
+    ):
+        attach_bem(model, BemConfig(form="film"))
+    with pytest.raises(ConfigError, match=r"dropout is 0.1.*spread over 2 ranks.*give dropout=0"):
+        attach_bem(model, BemConfig(**SMALL, dropout=0.1))
+    with pytest.raises(ConfigError, match=r"FallbackPolicy.*spread over 2 ranks.*without fallback="):
+        attach_bem(model, BemConfig(**SMALL), fallback=FallbackPolicy())
+    with pytest.raises(ConfigError, match=r"impl='triton'.*spread over 2 ranks.*use impl='reference'"):
+        attach_bem(model, BemConfig(**SMALL), impl="triton")
     assert n_hooks(model) == 0
     model._tp_size = None
     with attach_bem(model, BemConfig(**SMALL)), torch.no_grad():

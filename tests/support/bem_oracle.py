@@ -32,7 +32,7 @@ FORMS = {
 }
 
 
-def make_host(shape="llama", seed=0, layers=2, noise=0.0):
+def make_host(shape="llama", seed=0, layers=2, noise=0.0, key_value_heads=1):
     """A tiny random host; `noise` moves every weight a little (a draft model that is often right)."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
@@ -42,7 +42,7 @@ def make_host(shape="llama", seed=0, layers=2, noise=0.0):
         intermediate_size=24,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=256,
         bos_token_id=1,
         eos_token_id=EOS,

@@ -145,6 +145,7 @@ class SequenceColumns:
                 f"attention mask of shape {forward.mask.shape} for {n_rows} rows that end at column {end}: padding"
                 " cannot be told apart"
             )
+        self._check_run_again(forward)
         limit = end if self.prompt_columns is None else max(self.frontier, min(end, self.prompt_columns))
         placed = []
         for phase, first, stop in ((PROMPT, self.frontier, limit), (GENERATED, limit, end)):
@@ -176,3 +177,19 @@ class SequenceColumns:
         self.frontier = end
         self.mask = forward.mask
         return placed
+
+    def _check_run_again(self, forward: Forward) -> None:
+        """Raise where columns that were seen are run again under another mask: by now they have other states."""
+        seen = slice(max(self.first_column, 0), self.frontier)
+        if forward.start >= self.frontier or seen.start >= seen.stop:
+            return
+        before, now = (
+            np.ones((self.n_rows, 1), dtype=bool) if mask is None else mask[:, seen] != 0
+            for mask in (self.mask, forward.mask)
+        )
+        if not (before == now).all():
+            raise AlignmentError(
+                f"columns {forward.start}..{self.frontier - 1} are run again, and the attention mask hides other"
+                f" columns before {self.frontier} than when they were first run: which of their states are the tokens'"
+                " is unknown. Give the same mask each time, or begin anew"
+            )

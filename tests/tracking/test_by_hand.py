@@ -570,3 +570,26 @@ def test_padding_that_was_edited_is_refused(manager, model):
     out[0, -1] = EOS
     with pytest.raises(AlignmentError):
         run.result(out)
+
+
+def test_a_prompt_that_is_run_again_under_another_mask_is_refused(manager, model):
+    """Its columns would keep the scores of the first time, and what follows goes on from the second."""
+    mask = (ROWS != PAD).long()
+    with torch.no_grad(), manager.attach(model) as run, run.generating(from_column=5):
+        cache = DynamicCache()
+        model(ROWS[:, :3], past_key_values=cache)
+        cache = DynamicCache()
+        with pytest.raises(AlignmentError, match=r"columns 0\.\.2 are run again, and the attention mask hides other"):
+            model(ROWS, past_key_values=cache, attention_mask=mask)
+
+
+def test_a_prompt_that_is_run_again_as_it_was_keeps_its_scores(manager, model):
+    mask = (ROWS != PAD).long()
+    with torch.no_grad(), manager.attach(model) as run, run.generating(from_column=5) as loop:
+        model(ROWS[:, :3], past_key_values=DynamicCache(), attention_mask=mask[:, :3])
+        out = model(ROWS, past_key_values=DynamicCache(), attention_mask=mask)
+        ids = torch.cat([ROWS, out.logits[:, -1:].argmax(-1)], dim=1)
+        loop.sampled(ids)
+    result = run.result(ids)
+    for row, n_padding in enumerate((2, 0, 1)):
+        check(manager, model, result, row, ids[row].tolist(), n_padding, [(5 - n_padding, 0)])

@@ -18,8 +18,10 @@ from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import OWN_NAME, own_of
 from probemon.host.internals import (
     adapters_by_row,
+    all_modules,
     compiled_attributes,
     forget_generates_graph,
+    is_adaption_prompt_class,
     is_dropout,
     is_tuner_class,
     tensor_parallel_size,
@@ -156,10 +158,13 @@ def host_state(model: Any) -> HostState:
     kinds: set[str] = set()
     # By class: to ask hundreds of modules for what they have not takes milliseconds, in every generate().
     tuned: dict[type, bool] = {}
-    for module in model.modules():
+    modules: list[Any] = all_modules(model)
+    for module in modules:
         kind = type(module)
         if kind not in tuned:
             tuned[kind] = is_tuner_class(kind)
+            if is_adaption_prompt_class(kind):  # it bears no adapter's name, and is taken out where it is off
+                adapters.add("adaption_prompt")
             # The weights of these are no parameters.
             if kind.__module__.startswith("torch.ao.nn.quantized") and "Quantized" in module._get_name():
                 kinds.add(module._get_name())
@@ -170,7 +175,7 @@ def host_state(model: Any) -> HostState:
             disabled |= bool(module.disable_adapters)
             by_row = adapters_by_row(module) or by_row
     own = (OWN_NAME,) if own_of(model) is not None else ()
-    parameters = list(model.parameters())
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     # torchao's tensors are subclasses; other quantisers say so in the configuration.
     kinds |= {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
     quantiser = getattr(getattr(model, "config", None), "quantization_config", None)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.host.changes import HostMark
 from probemon.host.internals import (
     attention_before_batches,
     batch_cache,
@@ -240,7 +241,7 @@ class ContinuousBatches:
                 else request.generation
             )
             ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
-            generation.recording.keep_output(output, ids)
+            generation.recording.keep_output(output, ids, HostMark.of(self._model))
             generation.recording.close()
             ended.append((generation, ids))
         return ended

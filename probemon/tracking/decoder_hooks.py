@@ -201,6 +201,8 @@ class DecoderHooks:
         with self.batches.reporting():
             packed = self.batches.place(given)
         thread.pending = [PendingTokens(generation, generation.recording, placed) for generation, placed in packed]
+        for pending in thread.pending:
+            pending.recording.note_adapters()
         thread.shape = tuple(given["input_ids"].shape)
 
     def _open_forward(self, given: Mapping[str, Any], generation: Generation | None) -> bool:
@@ -222,6 +224,7 @@ class DecoderHooks:
             if forward.start > recording.call.frontier:
                 self.check_seen(recording, generation.ids, generation.begin, forward.start, generation)
         placed = recording.call.place(forward)
+        recording.note_adapters()
         if generation is not None and recording.beams is not None:
             placed = [generation.beam_tokens(part) for part in placed]
         thread.pending = [PendingTokens(generation, recording, part) for part in placed]

@@ -18,6 +18,7 @@ import numpy as np
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import GENERATED, PROMPT, HostState, Scores
 from probemon.errors import AlignmentError
+from probemon.host.changes import HostMark
 from probemon.tracking.align import NEVER, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.beams import Beams
 
@@ -63,9 +64,10 @@ class Recording:
 
     `output`, `ids [B, L]`: what `generate()` returned and a copy of its ids, once it has. `retained [B, P]`: the sets
     that the next generated token starts from. `number`: which one of its run. `request`: its id in continuous batching.
-    `before`: why columns before the first were not seen. `done`: nothing more will come. `n_entries` were added, the
-    first `n_forgotten` of them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in
-    its process.
+    `before`: why columns before the first were not seen. `mark`, `mark_after`: what the host was when it began, and
+    once it had run what is recorded. `switched`: other adapters were on in some forward. `done`: nothing more will
+    come. `n_entries` were added, the first `n_forgotten` of them dropped, all of columns before `forgotten`. `ages`:
+    when each batch in `placed` came in its process.
     """
 
     call: SequenceColumns
@@ -77,7 +79,9 @@ class Recording:
     retained: Mask | None = None
     beams: Beams | None = None
     host: HostState | None = None
-    host_after: HostState | None = None
+    mark: HostMark | None = None
+    mark_after: HostMark | None = None
+    switched: bool = False
     number: int = 0
     request: str = ""
     before: str = BEFORE
@@ -118,9 +122,18 @@ class Recording:
         """Replace the sets of these rows by `sets [len(rows), P]`."""
         self._retained()[rows] = sets
 
-    def keep_output(self, output: Any, ids: Ints, host_after: HostState | None = None) -> None:
+    def keep_output(self, output: Any, ids: Ints, mark_after: HostMark | None = None) -> None:
         """Keep what the generation returned, its ids `[B, L]`, and what the host was when it ended."""
-        self.output, self.ids, self.host_after = output, ids, host_after
+        self.output, self.ids = output, ids
+        self.keep_mark(mark_after)
+
+    def keep_mark(self, mark: HostMark | None) -> None:
+        """Keep what the host is now, once it has run all that is recorded."""
+        self.mark_after = mark
+
+    def note_adapters(self) -> None:
+        """Note, before a forward, whether other adapters are on than when it began."""
+        self.switched = self.switched or (self.mark is not None and self.mark.switched())
 
     def close(self) -> None:
         """Say that nothing more will come."""
@@ -142,11 +155,12 @@ class Recording:
 
     @property
     def host_changed(self) -> bool:
-        """Whether the host was another when it ended, or in an earlier turn of its tokens, than when it began."""
-        hosts, turn = [self.host_after], self.earlier
+        """Whether the host was another at some time, or in an earlier turn of its tokens, than when it began."""
+        switched, marks, turn = self.switched, [self.mark_after], self.earlier
         while turn is not None:
-            hosts, turn = [*hosts, turn.host, turn.host_after], turn.earlier
-        return any(host is not None and host != self.host for host in hosts)
+            switched, marks = switched or turn.switched, [*marks, turn.mark, turn.mark_after]
+            turn = turn.earlier
+        return switched or any(self.mark is not None and mark is not None and mark.differs(self.mark) for mark in marks)
 
     @property
     def n_kept(self) -> int:
@@ -169,7 +183,8 @@ class Recording:
             index[row[inside], column[inside] - self.offset] = np.flatnonzero(inside)
             if self.call.prompt_columns is None:  # else what earlier turns generated was given to this one
                 phases[row[inside], column[inside] - self.offset] = phase[inside]
-            real = self._real(n_rows, length)
+            # What was scored is a token, also where a mask hides it from those that come after it.
+            real = self._real(n_rows, length) | (index >= 0)
             last = np.full(n_rows, length - 1)
         else:
             real, last = self._follow_beams(self.beams, sequences, row, column, phase, index)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from probemon.errors import AlignmentError
-from probemon.host.model import host_state
+from probemon.host.changes import HostMark
 from probemon.tracking.align import Ints, SequenceColumns
 from probemon.tracking.copied_caches import same_columns
 from probemon.tracking.generation import Generation
@@ -38,9 +38,11 @@ class RunRecordings:
 
     def new(self, call: SequenceColumns, offset: int = 0, **attributes: Any) -> Recording:
         """Make the next recording; `attributes`: others of a `Recording` that are known by now."""
-        host = host_state(self._model)
+        mark = HostMark.of(self._model)
         with self._lock:
-            recording = Recording(call, offset, self._n_probes, host=host, number=self._n_made, **attributes)
+            recording = Recording(
+                call, offset, self._n_probes, host=mark.state, mark=mark, number=self._n_made, **attributes
+            )
             self._n_made += 1
             self.kept.append(recording)
         return recording
@@ -64,6 +66,7 @@ class RunRecordings:
         if known is not None and known.call.prompt_columns is None and known.call.frontier == start > 0:
             if not any(recording is known for recording in self.kept):  # all of it had been forgotten
                 self.kept.append(known)
+            known.keep_mark(HostMark.of(self._model))
             return known
         # done, for all that is known: another forward may go on with it
         document = self.new(SequenceColumns(None), earlier=known, done=True)

@@ -27,8 +27,9 @@ from transformers import StoppingCriteriaList
 
 from probemon.core.scores import Gap
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.host.changes import HostMark
 from probemon.host.internals import shadow_prepared_inputs, shadow_stopping_criteria
-from probemon.host.model import host_state, is_encoder_decoder
+from probemon.host.model import is_encoder_decoder
 from probemon.host.ranks import Ranks
 from probemon.host.shadow import shadow
 from probemon.host.tap import Site
@@ -247,7 +248,7 @@ class Watcher:
 
     def _keep_output(self, recording: Recording, sequences: Tensor) -> None:
         ids = sequences.detach().cpu().numpy().astype(np.int64)
-        recording.keep_output(sequences, ids, host_state(self.model))
+        recording.keep_output(sequences, ids, HostMark.of(self.model))
         if self._on_end is not None:
             self._on_end(recording)
 

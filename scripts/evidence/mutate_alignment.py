@@ -308,6 +308,30 @@ MUTATIONS = [
         "sinks get columns of the cache for positions",
     ),
     (
+        "tracking/align.py",
+        "if not (before == now).all():",
+        "if (before != now).all():",
+        "a prompt that is run again under another mask keeps its scores",
+    ),
+    (
+        "tracking/recording.py",
+        "self._real(n_rows, length) | (index >= 0)",
+        "self._real(n_rows, length)",
+        "what a later turn masks is no token",
+    ),
+    (
+        "tracking/recording.py",
+        "self.switched = self.switched or (self.mark is not None and self.mark.switched())",
+        "pass",
+        "an adapter that is switched and switched back is not told",
+    ),
+    (
+        "tracking/run_recordings.py",
+        "known.keep_mark(HostMark.of(self._model))",
+        "pass",
+        "a document forgets that the host changed",
+    ),
+    (
         "tracking/recording.py",
         "limits += [before] * len(begin.placed)",
         "limits += [10**9] * len(begin.placed)",

@@ -117,6 +117,28 @@ def test_named_weights_are_the_named_parameters(model):
     assert all(weights[name] is expected[name] for name in weights)
 
 
+def test_all_modules_are_the_modules(lora):
+    assert internals.all_modules(lora) == list(lora.modules()), "torch: modules are not in _modules, in their order"
+
+
+def test_switches_of_adapters_show_what_is_on(lora):
+    tuners = [module for module in lora.modules() if "lora_A" in module._modules]
+    on = internals.adapter_switches(tuners)
+    assert tuners and all(map(internals.switches_adapters, tuners)), "PEFT: no _disable_adapters"
+    with lora.disable_adapter():
+        assert internals.adapter_switches(tuners) != on, "PEFT: _disable_adapters is not what a layer has off"
+    assert internals.adapter_switches(tuners) == on
+
+
+def test_an_adaption_prompt_is_known_by_its_class():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        make_model(), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM")
+    )
+    found = [type(m) for m in adapted.modules() if internals.is_adaption_prompt_class(type(m))]
+    assert len(found) == 1, "PEFT: its class has another name"
+
+
 def test_stored_tensors_show_a_replaced_one():
     layer, table = nn.Linear(2, 2, bias=False), nn.Module()
     table.register_buffer("values", torch.ones(2))

@@ -6,13 +6,23 @@ import copy
 import threading
 import types
 import warnings
+from contextlib import nullcontext
 
 import peft
 import pytest
 import torch
-from transformers import DynamicCache, FNetConfig, FNetForMaskedLM, RwkvConfig, RwkvForCausalLM, StoppingCriteria
+import transformers
+from transformers import (
+    DynamicCache,
+    FNetConfig,
+    FNetForMaskedLM,
+    GenerationConfig,
+    RwkvConfig,
+    RwkvForCausalLM,
+    StoppingCriteria,
+)
 
-from conftest import make_model, make_pack
+from conftest import OLDEST, PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.monitor.sinks import MemorySink
@@ -223,6 +233,105 @@ def test_an_adapter_that_changes_between_two_turns_is_told(manager):
     assert run.result(fourth).host != run.result(third).host and not run.result(again).host_changed
     assert not run.result(second).host_changed
     assert run.result(third).host.adapters == ("two",) and run.result(third).host_changed
+
+
+@pytest.fixture
+def two_adapters():
+    """A host with the adapters "one", which is on, and "two"."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make_model(), config, adapter_name="one")
+    model.add_adapter("two", config)
+    return model.eval()
+
+
+ADAPTED = pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*adapters.*are active:UserWarning"
+)
+
+
+@ADAPTED
+def test_an_adapter_that_is_switched_and_switched_back_is_told(manager, two_adapters):
+    """At the end the host is what it was, and some tokens are of another."""
+    with torch.no_grad(), manager.attach(two_adapters) as run:
+        run.listen(lambda placed, scores: two_adapters.set_adapter("two" if placed.columns.max() == 8 else "one"))
+        switched = two_adapters.generate(input_ids=IDS, **GREEDY)
+        ids, cache = IDS, DynamicCache()
+        with run.generating(from_column=IDS.shape[1]) as loop:
+            out = two_adapters(ids, past_key_values=cache)
+            for disables in (True, False):
+                token = out.logits[:, -1:].argmax(-1)
+                ids = torch.cat([ids, token], dim=1)
+                loop.sampled(ids)
+                with two_adapters.disable_adapter() if disables else nullcontext():
+                    out = two_adapters(token, past_key_values=cache)
+    assert two_adapters.active_adapter == "one"
+    assert run.result(switched).host.adapters == ("one",) and run.result(switched).host_changed
+    assert run.result(ids).host_changed
+
+
+@ADAPTED
+def test_an_adapter_that_changes_within_a_document_or_a_request_is_told(manager, two_adapters):
+    host, cache = two_adapters.get_base_model(), DynamicCache()
+    with torch.no_grad(), manager.attach(two_adapters) as run:
+        two_adapters(IDS, past_key_values=DynamicCache())
+        two_adapters(IDS[:, :2], past_key_values=cache)
+        two_adapters.set_adapter("two")
+        two_adapters(IDS[:, 2:], past_key_values=cache)
+    assert [run.result(IDS, generation=n).host_changed for n in (0, 1)] == [False, True]
+    if OLDEST:  # continuous batching is refused there
+        return
+    batching = {"generation_config": GenerationConfig(max_new_tokens=4, eos_token_id=60, pad_token_id=PAD)}
+    batching["continuous_batching_config"] = transformers.ContinuousBatchingConfig(
+        max_batch_tokens=16, page_size=4, num_blocks=16
+    )
+    changed = []
+    for switches in (False, True):
+        with manager.attach(two_adapters) as run:
+            if switches:
+                run.listen(lambda placed, scores: two_adapters.set_adapter("one"))
+            outputs = host.generate_batch(IDS.tolist(), progress_bar=False, **batching)
+        changed.append(run.result(outputs).host_changed)
+    assert changed == [False, True]
+
+
+def test_weights_that_are_written_to_between_two_turns_are_told(manager):
+    host, cache, layer = make_model(), DynamicCache(), "model.layers.0.mlp.down_proj"
+    with manager.attach(host) as run:
+        first = host.generate(IDS, past_key_values=cache, **GREEDY)
+        second = host.generate(torch.cat([first, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+        with torch.no_grad():
+            host.get_submodule(layer).weight.mul_(2)
+        third = host.generate(torch.cat([second, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+        host.get_submodule(layer).weight = torch.nn.Parameter(host.get_submodule(layer).weight.detach() / 2)
+        fourth = host.generate(torch.cat([third, IDS[:, :1]], dim=1), **GREEDY)
+    assert [run.result(out).host_changed for out in (first, second, third, fourth)] == [False, False, True, False]
+
+
+@ADAPTED
+def test_an_adaption_prompt_is_named_while_it_is_on(manager):
+    adapted = peft.get_peft_model(
+        make_model(), peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    ).eval()
+    with pytest.warns(UserWarning), manager.attach(adapted) as run:
+        on = adapted.generate(input_ids=IDS, **GREEDY)
+        with adapted.disable_adapter():
+            off = adapted.generate(input_ids=IDS + 1, **GREEDY)
+    assert run.result(on).host.adapters == ("adaption_prompt",) and run.result(off).host.adapters == ()
+
+
+def test_a_token_that_a_later_turn_masks_stays_a_token(manager, model):
+    """It was run and scored, and what came right after it read it."""
+    cache = DynamicCache()
+    with manager.attach(model) as run:
+        first = model.generate(IDS, past_key_values=cache, **GREEDY)
+        scored = run.result(first)
+        mask = torch.ones_like(first)
+        mask[0, 2] = 0
+        second = model.generate(first, attention_mask=mask, past_key_values=cache, **GREEDY)
+    result = run.result(second)
+    assert result.position.tolist() == list(range(second.shape[1]))
+    at, was = result.at(0, 2), scored.at(0, 2)
+    assert result.scores.active_scores(at).tolist() == scored.scores.active_scores(was).tolist() != []
 
 
 @pytest.mark.parametrize("guard_last", [True, False])

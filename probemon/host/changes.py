@@ -1,0 +1,46 @@
+"""Whether a host became another while it was watched: other adapters, or weights that were written to.
+
+mark = HostMark.of(model)                # what it is now; a walk over all modules, which takes milliseconds
+mark.switched()                          # in every forward: whether its adapters were switched, in microseconds
+HostMark.of(model).differs(mark)         # whether it is another than it was
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from probemon.core.scores import HostState
+from probemon.host.internals import adapter_switches, all_modules, switches_adapters, write_marks
+from probemon.host.model import host_state
+
+
+@dataclass(frozen=True)
+class HostMark:
+    """What a host was. `writes`: where its parameters lie, and how often each was written to in place.
+
+    `switches`: which adapters each of `tuners`, PEFT's layers, had switched on.
+    """
+
+    state: HostState
+    writes: int
+    tuners: tuple[nn.Module, ...]
+    switches: list[Any]
+
+    @staticmethod
+    def of(model: Any) -> HostMark:
+        """Return what a host is now."""
+        modules = all_modules(model)
+        tuners = tuple(module for module in modules if switches_adapters(module))
+        writes = hash(tuple(write_marks(module._parameters for module in modules if module._parameters)))
+        return HostMark(host_state(model), writes, tuners, adapter_switches(tuners))
+
+    def switched(self) -> bool:
+        """Whether other adapters are on now, in layers that there were already."""
+        return bool(self.tuners) and adapter_switches(self.tuners) != self.switches
+
+    def differs(self, other: HostMark) -> bool:
+        """Whether the host was another then: its state, or what its weights are."""
+        return self.state != other.state or self.writes != other.writes

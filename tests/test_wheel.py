@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PACK = "probes/wordnet-smollm2-135m"
@@ -51,6 +53,15 @@ def installed(archive, tmp_path_factory):
     done = python(*pip, "install", "--no-deps", "--no-index", "--target", "site", str(wheel), folder=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder / "site"
+
+
+def test_no_transformers_newer_than_the_tested_one_is_installed():
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (bounds,) = (Requirement(line).specifier for line in wanted if line.startswith("transformers"))
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    major, minor, _ = map(int, pins["transformers"].split("."))
+    assert bounds.contains(f"{major}.{minor}.99")
+    assert not bounds.contains(f"{major}.{minor + 1}.0")
 
 
 def test_the_pack_of_the_wheel_is_that_of_the_repository_byte_for_byte(installed):

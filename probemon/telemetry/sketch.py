@@ -13,6 +13,10 @@ are kept, so that the order of adding and merging makes no difference.
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from probemon.core.checks import check_count, check_number, check_share
 from probemon.errors import ConfigError
@@ -46,6 +50,27 @@ class LogSketch:
             return
         bucket = math.ceil(math.log(value) / self._log_gamma)
         self._counts[bucket] = self._counts.get(bucket, 0) + count
+
+    def add_all(self, values: npt.NDArray[np.floating[Any]]) -> None:
+        """Add numbers `[n]`, once each. Raises `ConfigError` where one is not finite or is negative."""
+        if not ((values >= 0) & (values < math.inf)).all():
+            raise ConfigError("a sketch takes finite numbers that are not negative")
+        if not len(values):
+            return
+        self.n += len(values)
+        self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+        large = values[values >= LEAST].astype(np.float64)
+        self._n_zero += len(values) - len(large)
+        buckets, counts = np.unique(np.ceil(np.log(large) / self._log_gamma).astype(np.int64), return_counts=True)
+        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
+            self._counts[bucket] = self._counts.get(bucket, 0) + count
+
+    def share_over(self, value: float) -> float:
+        """Return about the share of numbers over `value`, NaN where there is none: exact to one bucket's width."""
+        if not self.n:
+            return math.nan
+        first = math.ceil(math.log(max(value, LEAST)) / self._log_gamma)
+        return sum(count for bucket, count in self._counts.items() if bucket > first) / self.n
 
     def merge(self, other: LogSketch) -> None:
         """Add what another sketch holds. Raises `ConfigError` where its relative error is another."""

@@ -1,0 +1,189 @@
+"""What the steps and states of layers add up to: counts, sums and sketches by layer, and alerts of windows.
+
+tally = StateTally(names, limit)
+tally.add(told)                     # Told: of n tokens of one row, in order
+tally.report()                      # {"ssm.3": {"delta_p50": ..., "half_life_p50": ..., ...}}
+tally.alerts                        # what holds now
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.telemetry.recurrent.scan import effective_rank
+from probemon.telemetry.sketch import LogSketch
+
+WINDOW = 512  # tokens after which alerts are judged
+FORGETS, KEEPS, RESET = 0.1, 0.99, -3.0  # decays under and over which a head forgets at once, or never; and a log decay
+_OPEN = 10.0  # times the median: a step so long opens the state to its token
+_SHORT, _MOST_SHORT = 2.0, 0.95
+_FULL, _MOST_FULL, _FULL_FROM = 0.99, 0.95, 64  # a state that holds all tokens so far says nothing in a short text
+_MOST_AT_LIMIT, _MOST_GROWTH = 0.5, 2.0
+_CALM = 0.9  # of what raises an alert: under that it is over
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of n tokens of one row in S layers.
+
+    - `dt` `[S, n, H]`, `log_decay` and `length` (the effective length) `[S, n, K]`, `position` `[n]` from 0.
+    - `norm` `[S, n]` of the whole state, `share` `[S, n]` of it that is new, `state` `[S, *state]`, the last one: None
+      where states are not followed. `grown` `[S, n]`: the norm over that of the same row `WINDOW` tokens before, NaN
+      in a row's first two windows.
+    """
+
+    dt: Tensor
+    log_decay: Tensor
+    length: Tensor
+    position: Tensor
+    norm: Tensor | None = None
+    share: Tensor | None = None
+    grown: Tensor | None = None
+    state: Tensor | None = None
+
+    @property
+    def resets(self) -> Tensor:
+        """Where at least half of a layer's decays are under exp(-3), `[S, n]`."""
+        return (self.log_decay < RESET).float().mean(dim=-1) >= 0.5
+
+
+class StateTally:
+    """Of layers of one kind. `limit`: the least and the largest step."""
+
+    def __init__(self, names: list[str], limit: tuple[float, float]) -> None:
+        self._names, self._limit = names, limit
+        self.n_tokens = self._n_window = 0
+        self._n_known = self._n_full = self._n_window_known = 0  # of which all that came before was seen
+        self._steps = [LogSketch() for _ in names]
+        self._sums: dict[str, Tensor] = {}
+        self._window: dict[str, Tensor] = {}
+        self._state: Tensor | None = None
+        self._raised: dict[tuple[str, str], str] = {}
+
+    @property
+    def alerts(self) -> list[str]:
+        """A sentence for each that holds now."""
+        return list(self._raised.values())
+
+    def add(self, told: Told, *, known: bool = True) -> None:
+        """Count n tokens; judge alerts wherever a window is full. `known`: whether all tokens before were seen."""
+        n = told.dt.shape[1]
+        self.n_tokens += n
+        self._n_window += n
+        for sketch, dt in zip(self._steps, told.dt, strict=True):
+            sketch.add_all(dt.flatten().numpy())
+        decay = told.log_decay.exp()
+        low, high = self._limit
+        at_limit = ((told.dt <= low) & (low > 0) | (told.dt >= high)).float().mean(-1).sum(-1)
+        _add(self._window, {"at_limit": at_limit})
+        _add(
+            self._sums,
+            {
+                "at_limit": at_limit,
+                "dt": told.dt.mean(-1).sum(-1),
+                "log_decay": told.log_decay.sum(1),  # by head: [S, K]
+                "forgets": (decay < FORGETS).float().mean(-1).sum(-1),
+                "keeps": (decay > KEEPS).float().mean(-1).sum(-1),
+                "resets": told.resets.float().sum(-1),
+            },
+        )
+        if known:
+            self._add_known(told)
+        if self._n_window >= WINDOW:
+            self._judge_window()
+
+    def _add_known(self, told: Told) -> None:
+        long = told.position >= _FULL_FROM
+        most = (told.position + 1).to(told.length)[None, :, None]
+        _add(
+            self._window,
+            {
+                "short": (told.length < _SHORT).float().mean(-1).sum(-1),
+                "full": (told.length > _FULL * most)[:, long].float().mean(-1).sum(-1),
+            },
+        )
+        _add(self._sums, {"length": told.length.mean(-1).sum(-1)})
+        self._n_known += told.dt.shape[1]
+        self._n_window_known += told.dt.shape[1]
+        self._n_full += int(long.sum())
+        if told.norm is None or told.share is None or told.grown is None:
+            return
+        _add(self._sums, {"norm": told.norm.sum(-1), "share": told.share.sum(-1)})
+        self._state = told.state
+        grown = told.grown.nan_to_num(0.0).amax(dim=1).tolist()
+        for name, norm, ratio in zip(self._names, told.norm, grown, strict=True):
+            if not bool(norm.isfinite().all()):
+                self._set(name, "not finite", True, "the state is not finite")
+            self._judge(name, "grows", ratio, _MOST_GROWTH, f"its state grew {ratio:.1f} times in {WINDOW} tokens")
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """Return by layer what its tokens add up to; empty without tokens.
+
+        - `delta_mean`, `delta_p5`, `delta_p50`, `delta_p95`: the step; `open`: the share of steps over ten times the
+          median; `at_limit`: the share at the least or largest step
+        - `half_life_p5`, `half_life_p50`, `half_life_p95`: in tokens, over heads
+        - `length_mean`: how many tokens a state holds; `forgets`, `keeps`: the shares of decays under .1 and over .99
+        - `resets`: tokens at which half of the heads forget all
+        - `norm`, `update_share`, `effective_rank` (of the newest state): where states are followed
+        """
+        return {name: self._of_layer(i) for i, name in enumerate(self._names)} if self.n_tokens else {}
+
+    def _of_layer(self, i: int) -> dict[str, Any]:
+        n, sums, steps = self.n_tokens, self._sums, self._steps[i]
+        half = math.log(2) / (-sums["log_decay"][i] / n).double()
+        quantiles = torch.quantile(half, torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
+        told: dict[str, Any] = {
+            "n_tokens": n,
+            "delta_mean": float(sums["dt"][i]) / n,
+            **{f"delta_p{int(100 * q)}": steps.quantile(q) for q in (0.05, 0.5, 0.95)},
+            "open": steps.share_over(_OPEN * steps.quantile(0.5)),
+            "at_limit": float(sums["at_limit"][i]) / n,
+            **dict(zip(("half_life_p5", "half_life_p50", "half_life_p95"), quantiles, strict=True)),
+            "forgets": float(sums["forgets"][i]) / n,
+            "keeps": float(sums["keeps"][i]) / n,
+            "resets": int(sums["resets"][i]),
+        }
+        told["length_mean"] = float(sums["length"][i]) / self._n_known if self._n_known else None
+        if self._state is not None:
+            told |= {
+                "norm": float(sums["norm"][i]) / self._n_known,
+                "update_share": float(sums["share"][i]) / self._n_known,
+                "effective_rank": float(effective_rank(self._state[i].nan_to_num()).mean()),
+            }
+        return told
+
+    def _judge_window(self) -> None:
+        window = self._window
+        for i, name in enumerate(self._names):
+            at_limit = float(window["at_limit"][i]) / self._n_window
+            self._judge(name, "at limit", at_limit, _MOST_AT_LIMIT, f"{at_limit:.0%} of its steps are at their limit")
+            if self._n_window_known:
+                short = float(window["short"][i]) / self._n_window_known
+                sentence = f"{short:.0%} of its heads hold less than {_SHORT:.0f} tokens"
+                self._judge(name, "short", short, _MOST_SHORT, sentence)
+            if self._n_full:
+                full = float(window["full"][i]) / self._n_full
+                self._judge(name, "full", full, _MOST_FULL, f"{full:.0%} of its heads forget nothing")
+        self._window, self._n_window, self._n_window_known, self._n_full = {}, 0, 0, 0
+
+    def _judge(self, name: str, kind: str, value: float, most: float, sentence: str) -> None:
+        if value > most:
+            self._set(name, kind, True, sentence)
+        elif value < _CALM * most:
+            self._set(name, kind, False, sentence)
+
+    def _set(self, name: str, kind: str, holds: bool, sentence: str) -> None:
+        if holds:
+            self._raised[name, kind] = f"{name}: {sentence} ({kind})"
+        else:
+            self._raised.pop((name, kind), None)
+
+
+def _add(to: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        to[name] = to[name] + value.double() if name in to else value.double()

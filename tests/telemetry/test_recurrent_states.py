@@ -1,0 +1,193 @@
+"""What recurrent layers keep: recomputed states are the host's own, in every mode, and watching changes nothing."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import PAD, n_hooks
+from probemon.errors import ConfigError, NotSupportedHost
+from probemon.telemetry.recurrent import StateMonitor
+
+SSM = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
+SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": PAD, "bos_token_id": 1,
+         "eos_token_id": None}  # fmt: skip
+HYBRID = {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+HOSTS = {
+    "mamba": {"state_size": 5, "intermediate_size": 32, "time_step_rank": 3},
+    "falcon_mamba": {"state_size": 5, "intermediate_size": 32, "time_step_rank": 3},
+    "mamba2": {"state_size": 6, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    "falcon_h1": {**HYBRID, **SSM, "mamba_d_ssm": 32, "mamba_chunk_size": 4, "ssm_in_multiplier": 0.9,
+                  "ssm_multipliers": [1.1, 0.9, 1.2, 0.8, 1.3]},
+    "bamba": {**HYBRID, **SSM, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
+    "jamba": {**HYBRID, "mamba_d_state": 5, "mamba_dt_rank": 3, "attn_layer_period": 2, "attn_layer_offset": 1,
+              "num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False},
+}  # fmt: skip
+BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
+GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": PAD}
+
+
+def make_host(kind):
+    torch.manual_seed(0)
+    host = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **HOSTS[kind]})).eval()
+    with torch.no_grad():
+        for name, weight in host.named_parameters():
+            if weight.dim() > 1 and "A_log" not in name:
+                weight.normal_(0, 0.3)
+    return host
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def host(request):
+    return make_host(request.param)
+
+
+def cache_of(host):
+    """What the host's forwards are given as their cache, newest last."""
+    given = []
+
+    def keep(module, args, kwargs):
+        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+        if cache is not None:
+            given.append(cache)
+
+    return given, host.base_model.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def largest_difference(states, cache, row):
+    assert states
+    found = 0.0
+    for name, state in states.items():
+        kept = cache.layers[int(name.split(".")[1])].recurrent_states[0][row]
+        found = max(found, float((state - kept).abs().max()) / max(1.0, float(kept.abs().max())))
+    return found
+
+
+def test_states_are_those_of_the_cache_at_every_token(host):
+    bare = host.generate(BATCH, attention_mask=BATCH != PAD, **GREEDY)
+    given, handle = cache_of(host)
+    differences = []
+    with StateMonitor(host, states=True) as monitor:
+        monitor.listen(
+            lambda row, placed, told: differences.append(largest_difference(monitor.state_of(row), given[-1], row))
+        )
+        out = host.generate(BATCH, attention_mask=BATCH != PAD, **GREEDY)
+    handle.remove()
+    assert torch.equal(out, bare) and n_hooks(host) == 0
+    assert len(differences) == 3 * 7 and max(differences) < 1e-6  # the prompt, then 6 tokens that were run
+    assert monitor.n_tokens == 12 + 3 * 6 and monitor.n_unseen == monitor.n_unknown == 0
+
+
+def test_states_of_beams_are_those_of_a_forward_of_what_was_returned(host):
+    told = {}
+    with StateMonitor(host, states=True) as monitor:
+        monitor.listen(lambda row, placed, of: told.__setitem__(row, (placed, of)))
+        out = host.generate(
+            BATCH[1:], attention_mask=BATCH[1:] != PAD, num_beams=3, num_return_sequences=2, max_new_tokens=5,
+            do_sample=False, pad_token_id=PAD,
+        )  # fmt: skip
+    assert sorted(told) == [0, 1, 2, 3]
+    for row, line in enumerate(out.tolist()):
+        ids = line[int((BATCH[1 + row // 2] == PAD).sum()) :]
+        placed, of = told[row]
+        assert placed.ids.tolist() == ids[:-1]
+        with torch.no_grad():
+            cache = host(torch.tensor([ids[:-1]]), use_cache=True)
+        cache = getattr(cache, "cache_params", None) or cache.past_key_values
+        for names, of_stack in of.items():
+            states = dict(zip(names.split(), of_stack.state, strict=True))
+            assert largest_difference(states, cache, 0) < 1e-5
+    assert monitor.n_tokens <= 2 * 4 + 4 * 4 + 1  # what sequences share is counted once
+
+
+def test_steps_alone_say_the_same_as_with_states(host):
+    reports = []
+    for states in (False, True):
+        with StateMonitor(host, states=states) as monitor:
+            host.generate(BATCH, attention_mask=BATCH != PAD, **GREEDY)
+        reports.append(monitor.report())
+    assert list(reports[0]) == list(reports[1]) != []
+    for name, said in reports[0].items():
+        beside = reports[1][name]
+        assert set(beside) - set(said) == {"norm", "update_share", "effective_rank"}
+        np.testing.assert_allclose(list(said.values()), [beside[key] for key in said], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("decay", "half_life"), [(0.5, 1.0), (0.99, 68.97)])
+def test_planted_decays_are_told(decay, half_life):
+    host = make_host("mamba2")
+    with torch.no_grad():
+        for layer in host.backbone.layers:
+            layer.mixer.in_proj.weight[-4:] = 0
+            layer.mixer.A_log.zero_()
+            layer.mixer.dt_bias.fill_(math.log(math.expm1(-math.log(decay))))  # softplus of it is -log(decay)
+    with StateMonitor(host) as monitor:
+        host.generate(BATCH[1:2], **GREEDY)
+    said = monitor.report()["ssm.1"]
+    assert (
+        said["half_life_p5"] == pytest.approx(half_life, rel=0.001) == pytest.approx(said["half_life_p95"], rel=0.001)
+    )
+    assert said["delta_p50"] == pytest.approx(-math.log(decay), rel=0.01)
+    lengths = [sum(decay**j for j in range(t + 1)) for t in range(11)]
+    assert said["length_mean"] == pytest.approx(np.mean(lengths), rel=1e-4) and said["resets"] == 0
+
+
+def test_nothing_is_added_where_nothing_is_written():
+    host = make_host("mamba2")
+    inner, group = 32, 12
+    with torch.no_grad():
+        for layer in host.backbone.layers:
+            layer.mixer.conv1d.weight[inner : inner + group] = 0
+            layer.mixer.conv1d.bias[inner : inner + group] = 0
+    with StateMonitor(host, states=True) as monitor:
+        host.generate(BATCH[1:2], **GREEDY)
+    assert monitor.report()["ssm.0"]["norm"] == monitor.report()["ssm.0"]["update_share"] == 0
+
+
+def test_a_second_turn_has_a_past_that_is_unknown():
+    host = make_host("falcon_h1")
+    first = host.generate(BATCH[1:2], return_dict_in_generate=True, **GREEDY)
+    ids = torch.cat([first.sequences, torch.tensor([[4, 5]])], dim=1)
+    with StateMonitor(host, states=True) as monitor:
+        host.generate(ids, past_key_values=first.past_key_values, **GREEDY)
+    said = monitor.report()["ssm.0"]
+    assert monitor.n_unknown == monitor.n_tokens == 3 + 6 and said["length_mean"] is None and "norm" not in said
+    assert said["delta_p50"] > 0
+
+
+def test_alerts_hold_while_what_they_say_holds():
+    host = make_host("mamba2")
+    ids = torch.randint(1, 60, (1, 600), generator=torch.Generator().manual_seed(0))
+    with StateMonitor(host, states=True) as monitor, torch.no_grad():
+        host(ids)
+        healthy = monitor.alerts
+        for layer in host.backbone.layers:
+            layer.mixer.A_log.fill_(12.0)  # forgets at once
+    with StateMonitor(host, states=True) as monitor, torch.no_grad():
+        host(ids)
+        short = monitor.alerts
+        for layer in host.backbone.layers:
+            layer.mixer.A_log.fill_(-30.0)  # never forgets
+    with StateMonitor(host, states=True) as monitor, torch.no_grad():
+        host(ids)
+        full = monitor.alerts
+        host.backbone.layers[1].mixer.conv1d.bias.data[0] = math.inf
+    with StateMonitor(host, states=True) as monitor, torch.no_grad():
+        host(ids[:, :8])
+        broken = monitor.alerts
+    assert healthy == []
+    assert [alert[:6] + alert.split()[-1] for alert in short] == ["ssm.0:(short)", "ssm.1:(short)"]
+    assert {alert[:6] + alert.split()[-1] for alert in full} >= {"ssm.0:(full)", "ssm.1:(full)"}
+    assert any("ssm.1" in alert and "not finite" in alert for alert in broken)
+
+
+def test_hosts_without_recurrent_layers_are_refused_and_wrong_settings():
+    llama = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**SIZES, **HYBRID}))
+    with pytest.raises(NotSupportedHost, match="state-space"):
+        StateMonitor(llama)
+    with pytest.raises(ConfigError, match="on_gap"):
+        StateMonitor(make_host("mamba2"), on_gap="pass")
+    with StateMonitor(make_host("mamba2")) as monitor, pytest.raises(ConfigError, match="no state of row 0"):
+        monitor.state_of(0)

@@ -17,6 +17,9 @@ The codes are those that are applied, within the limits of governance. "least_sq
 batches give; whatever U is, `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1` with p_t = V^T x_t. It is nearest site
 by site, and on inputs that the routed adapter made.
 
+An adapter of another form is taken as its low-rank twin (`probemon.bem.twins`). With `rank=` the update of each site is
+cut to its largest singular values, which `error` tells.
+
 `distil_trained` trains A and B of all sites together to give the routed host's distribution, by KL(routed || static) in
 place of, or beside, the labels of data. It begins twice, and keeps what ends better: with the nearest, the factors of
 each site made equally large, which is better where that loses little; and as a LoRA begins, which is better for an
@@ -49,8 +52,9 @@ from probemon.bem.losses import (
     silenced,
 )
 from probemon.bem.saved import make_folder, write_tensors
-from probemon.bem.sites import Site, SiteUpdate, device_of
+from probemon.bem.sites import Site, device_of
 from probemon.bem.training import History, TrainSettings, fit
+from probemon.bem.twins import Twin, check_has_twin, cut_to, low_rank_twin, rank_of
 from probemon.core.checks import is_int, is_number
 from probemon.core.files import write_text_atomically
 from probemon.errors import BemError, ConfigError, NotSupportedHost
@@ -123,6 +127,11 @@ class _Moments:
     cross: Tensor  # [r, r], sum of (c o p) p^T
     outputs: Tensor  # [r, r], sum of (c o p) (c o p)^T
 
+    @classmethod
+    def of_rank(cls, rank: int) -> _Moments:
+        vector, matrix = torch.zeros(rank, dtype=torch.float64), torch.zeros(rank, rank, dtype=torch.float64)
+        return cls(0, vector, 0.0, 0.0, vector, matrix, matrix, matrix)
+
     def add(self, codes: Tensor, p: Tensor) -> None:
         if not self.n:
             self.first = codes[0]
@@ -134,6 +143,13 @@ class _Moments:
         self.inputs = self.inputs + p.T @ p
         self.cross = self.cross + weighted.T @ p
         self.outputs = self.outputs + weighted.T @ weighted
+
+    def nearest(self, method: str) -> Tensor:
+        """Return M `[r, r]` of U M V^T, by a method."""
+        if method == "least_squares":
+            # Inputs may span less than r directions: of all that are nearest, the smallest.
+            return self.cross @ torch.linalg.pinv(self.inputs, hermitian=True)
+        return torch.diag(self.first if method == "constant" else self.codes / self.n)
 
     @property
     def constant(self) -> bool:
@@ -147,16 +163,18 @@ class _Moments:
 
 
 @torch.no_grad()
-def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> StaticLora:
+def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None, *, rank: int | None = None) -> StaticLora:
     """Return the static LoRA nearest to an attached adapter on `batches`. `method` None: "constant" where codes are,
     "least_squares" otherwise.
 
-    Raises `ConfigError` for another method, no tokens, or "constant" where codes vary; `NotSupportedHost` for a site
-    without a weight of its own to add to; `BemError` where the adapter is off.
+    `rank`: cut to it; None for the adapter's, and of forms other than "low_rank" for the rank of what is to be said.
+
+    Raises `ConfigError` for another method, no tokens, "constant" where codes vary, or a form that has no static twin;
+    `NotSupportedHost` for a site without a weight of its own to add to; `BemError` where the adapter is off.
     """
     check_learnable(bem)
-    if bem.config.form != "low_rank":
-        raise ConfigError(f"this adapter's form is {bem.config.form!r}, and what is nearest is known of low_rank alone")
+    check_has_twin(bem.config)
+    _check_rank(rank)
     if bem.config.sparse_eps:
         raise ConfigError(
             f"sparse_eps is {bem.config.sparse_eps}: tokens that are left out have no update, and no static one leaves"
@@ -165,7 +183,8 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
     if method not in (None, *METHODS):
         raise ConfigError(f"method {method!r}: expected one of {', '.join(METHODS)}")
     names = {site.key: _module_name(bem, site) for site in bem.sites}
-    moments = _measure(bem, batches)
+    twins = {site.key: low_rank_twin(bem.updates[site.key], bem.config) for site in bem.sites}
+    moments = _measure(bem, twins, batches)
     varied = [site.name for site in bem.sites if not moments[site.key].constant]
     method = method or ("least_squares" if varied else "constant")
     if method == "constant" and varied:
@@ -174,21 +193,24 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
             f"codes vary at {', '.join(varied[:4])}{' ...' if len(varied) > 4 else ''} (by {distance:.3g}): use method"
             " 'least_squares' or 'mean'"
         )
+    cores = {key: moment.nearest(method) for key, moment in moments.items()}
+    as_it_is = bem.config.form == "low_rank" and rank in (None, bem.config.rank)
+    if not as_it_is and rank is None:
+        rank = max(1, *(rank_of(twins[key], core) for key, core in cores.items()))
     factors, lost, total = {}, 0.0, 0.0
-    for site in bem.sites:
-        update, moment = cast(SiteUpdate, bem.updates[site.key]), moments[site.key]
-        u, v = update.U.double().cpu(), update.V.double().cpu()
-        if method == "least_squares":
-            # Inputs may span less than r directions: of all that are nearest, the smallest.
-            m = moment.cross @ torch.linalg.pinv(moment.inputs, hermitian=True)
-        else:
-            m = torch.diag(moment.first if method == "constant" else moment.codes / moment.n)
-        site_lost, site_total = moment.error(u, m)
+    for key, twin in twins.items():
+        core, a, b = cores[key], twin.V.T, twin.U @ cores[key]
+        if not as_it_is:
+            core, a, b = cut_to(twin, core, cast(int, rank))
+        site_lost, site_total = moments[key].error(twin.U, core)
         lost, total = lost + site_lost, total + site_total
-        factors[names[site.key]] = (v.T.to(update.V.dtype), (u @ m).to(update.U.dtype))
+        dtype = next(iter(bem.updates[key].state_dict().values())).dtype
+        dtype = dtype if dtype.is_floating_point else torch.float32
+        factors[names[key]] = (a.to(dtype), b.to(dtype))
     base_model = getattr(bem.host, "name_or_path", None) or None
-    error = lost / total if total else 0.0
-    return StaticLora(bem.config.rank, bem.config.alpha, factors, method, error, base_model)
+    error, rank = lost / total if total else 0.0, rank or bem.config.rank
+    # The scale of a form's terms or groups is over their own number; what is added is `scale B A` at every rank.
+    return StaticLora(rank, bem.config.scale * rank, factors, method, error, base_model)
 
 
 def distil_trained(
@@ -214,8 +236,7 @@ def distil_trained(
 
     Raises as `distil` and `train`.
     """
-    if rank is not None and not (is_int(rank) and 1 <= rank <= 4096):
-        raise ConfigError(f"rank is {rank!r}: give 1 to 4096, or None for the adapter's")
+    _check_rank(rank)
     if not is_number(labels) or not 0 <= labels <= 1:
         raise ConfigError(f"labels is {labels!r}: give 0 (what the adapter says alone) to 1 (the labels alone)")
     if start not in (None, *STARTS):
@@ -264,6 +285,11 @@ def distil_trained(
         last = history.losses[-max(1, settings.n_steps // 10) :]
         candidates.append((sum(last) / len(last), lora, history))
     return min(candidates, key=lambda candidate: candidate[0])[1:]
+
+
+def _check_rank(rank: int | None) -> None:
+    if rank is not None and not (is_int(rank) and 1 <= rank <= 4096):
+        raise ConfigError(f"rank is {rank!r}: give 1 to 4096, or None for the adapter's")
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,11 +341,9 @@ def _module_name(bem: Bem, site: Site) -> str:
     return next(name for name, module in bem.host.named_modules() if module is site.module)
 
 
-def _measure(bem: Bem, batches: Sequence[Batch]) -> dict[str, _Moments]:
+def _measure(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch]) -> dict[str, _Moments]:
     """Run the adapter over all batches, and sum up each site by its key."""
-    rank = bem.config.rank
-    vector, matrix = torch.zeros(rank, dtype=torch.float64), torch.zeros(rank, rank, dtype=torch.float64)
-    moments = {site.key: _Moments(0, vector, 0.0, 0.0, vector, matrix, matrix, matrix) for site in bem.sites}
+    moments = {key: _Moments.of_rank(twin.V.shape[1]) for key, twin in twins.items()}
     decoder, _ = find_layers(bem.host)
     with mode(bem.host, training=False):
         for batch in batches:
@@ -331,8 +355,8 @@ def _measure(bem: Bem, batches: Sequence[Batch]) -> dict[str, _Moments]:
             applied = bem.governor.apply(codes_taken(bem, recorded[-1]))
             for site in bem.sites:
                 x = site_inputs[site.key].reshape(*real.shape, -1)[real].double().cpu()
-                update = cast(SiteUpdate, bem.updates[site.key])
-                moments[site.key].add(applied[site.key][real].double().cpu(), x @ update.V.double().cpu())
+                twin = twins[site.key]
+                moments[site.key].add(twin.codes(applied[site.key][real]), x @ twin.V)
     if not any(moment.n for moment in moments.values()):
         raise ConfigError("no batch has a token: give what the adapter is used on")
     return moments

@@ -119,45 +119,83 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
     recorded: list[Decisions] = []
 
     def act(codes: Codes) -> Codes:
-        proposed, level = codes.adaptive(), _level(codes)
-        decides = _decides(codes, level, acts)
-        actions = proposed.detach().clone()
-        actions[decides] = policy.sample(proposed[decides], generator)
-        log_prob = torch.zeros(decides.shape, dtype=proposed.dtype, device=proposed.device).masked_scatter(
-            decides, policy.log_prob(proposed[decides], actions[decides])
-        )
-        latest = torch.where(decides, torch.arange(decides.shape[1], device=decides.device), 0).cummax(dim=1).values
-        held = actions.gather(1, latest[..., None].expand_as(actions))
-        actions = torch.where(acts[..., None], held, proposed.detach())
-        recorded.append(Decisions(log_prob.sum(dim=1), decides.sum(dim=1), actions))
-        return codes.replace(
-            **{
-                name: torch.where((level == LEVELS.index(name))[..., None], actions, code.detach())
-                for name, code in codes.by_level().items()
-            }
-        )
+        drawn = draw(codes, policy, generator, acts)
+        recorded.append(Decisions(drawn.log_prob.sum(dim=1), drawn.decides.sum(dim=1), drawn.actions))
+        return drawn.codes
 
+    check_policy(bem, policy)
+    with hooked_codes(bem, act):
+        yield recorded
+
+
+def check_policy(bem: Bem, policy: Policy) -> None:
+    """Raise `BemError` where the adapter is off, `ConfigError` for what is no policy, or one over codes of another
+    length.
+    """
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it first")
+    if not callable(getattr(policy, "sample", None)) or not callable(getattr(policy, "log_prob", None)):
+        raise ConfigError(
+            f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob"
+        )
     if isinstance(policy, Categorical) and policy.experts.shape[1] != bem.config.code_size:
         raise ConfigError(
             f"experts have shape {tuple(policy.experts.shape)}, and this adapter's codes have {bem.config.code_size}"
             f" numbers: give [K, {bem.config.code_size}]"
         )
-    with hooked_codes(bem, act):
-        yield recorded
 
 
-def _level(codes: Codes) -> Tensor:
-    """Of which level the code is that sites take at each token `[B, T]`."""
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a policy did in one forward: the `codes` that steer it, and of each token `[B, T]` whether a decision was
+    made (`decides`), its `log_prob` with a gradient (0 where none was made), the action that it takes (`actions
+    [B, T, r]`), and which level's code that replaces (`level`); `acts` as it was given.
+    """
+
+    codes: Codes
+    decides: Tensor
+    log_prob: Tensor
+    actions: Tensor
+    level: Tensor
+    acts: Tensor
+
+
+def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor, before: Drawn | None = None) -> Drawn:
+    """Let a policy decide about one forward's codes, at the tokens `acts [B, T]` bool. `before`: what it did in the
+    forward of the columns right before these, whose last decision may hold on.
+    """
+    level = levels_taken(codes)
+    proposed = codes.adaptive()
+    decides = _decides(codes, level, acts, before)
+    drawn = proposed.detach().clone()
+    drawn[decides] = policy.sample(proposed[decides], generator)
+    log_prob = torch.zeros(decides.shape, dtype=proposed.dtype, device=proposed.device).masked_scatter(
+        decides, policy.log_prob(proposed[decides], drawn[decides])
+    )
+    held = torch.cat([drawn[:, :1] if before is None else before.actions[:, -1:], drawn], dim=1)
+    columns = torch.arange(1, decides.shape[1] + 1, device=decides.device)
+    latest = torch.where(decides, columns, 0).cummax(dim=1).values
+    actions = held.gather(1, latest[..., None].expand_as(drawn))
+    actions = torch.where(acts[..., None], actions, proposed.detach())
+    replaced = {
+        name: torch.where((level == LEVELS.index(name))[..., None], actions, code.detach())
+        for name, code in codes.by_level().items()
+    }
+    return Drawn(codes.replace(**replaced), decides, log_prob, actions, level, acts)
+
+
+def levels_taken(codes: Codes) -> Tensor:
+    """Return of which level the code is that sites take at each token `[B, T]`."""
     used = list(codes.by_level())
     return torch.full_like(codes.level, LEVELS.index(used[0])) if len(used) == 1 else codes.level
 
 
-def _decides(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
+def _decides(codes: Codes, level: Tensor, acts: Tensor, before: Drawn | None) -> Tensor:
     """Where a new action is drawn `[B, T]` bool: where a code may change, and where the policy or a level begins."""
     begins = torch.ones_like(acts)
     begins[:, 1:] = ~acts[:, :-1] | (level[:, 1:] != level[:, :-1])
+    if before is not None:
+        begins[:, 0] = ~before.acts[:, -1] | (level[:, 0] != before.level[:, -1])
     return acts & ((level == TOKEN) | codes.boundary | begins)
 
 
@@ -170,7 +208,7 @@ class PolicyHistory:
 
 
 @dataclass
-class _Baseline:
+class Baseline:
     """The running mean of rewards, of earlier steps alone. Nothing is learned from the first, which only sets it."""
 
     decay: float
@@ -199,10 +237,7 @@ def improve(
     """
     check_learnable(bem)
     check_fit(batches, settings)
-    if not callable(getattr(policy, "sample", None)) or not callable(getattr(policy, "log_prob", None)):
-        raise ConfigError(
-            f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob"
-        )
+    check_policy(bem, policy)
     remedy = "give 0 to 1, how much of the running mean is kept at each step"
     check_number("baseline_decay", baseline_decay, low=0, high=1, remedy=remedy)
     if len(sizes := {len(host_inputs(batch)["input_ids"]) for batch in batches}) > 1:
@@ -210,7 +245,7 @@ def improve(
             f"batches have {', '.join(str(n) for n in sorted(sizes))} rows: give all of them one number, for rewards"
             " are kept a row"
         )
-    generator, baseline = torch.Generator().manual_seed(settings.seed), _Baseline(baseline_decay)
+    generator, baseline = torch.Generator().manual_seed(settings.seed), Baseline(baseline_decay)
     all_rewards: list[Tensor] = []
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -220,11 +255,7 @@ def improve(
         with frozen(bem.host), frozen(bem.updates), acting(bem, policy, generator, acts) as recorded:
             output = bem.host(**inputs, use_cache=False)
         with torch.no_grad():
-            rewards = _as_tensor(reward(batch, output)).to(acts.device)
-        if rewards.shape != (len(acts),) or not bool(torch.isfinite(rewards).all()):
-            raise ConfigError(
-                f"the reward gave {rewards.tolist()} for {len(acts)} rows: give one finite number for each"
-            )
+            rewards = as_rewards(reward(batch, output), len(acts)).to(acts.device)
         all_rewards.append(rewards.cpu())
         [decisions] = recorded
         return -(baseline.advantage(rewards) * decisions.log_prob).mean(), {"reward": rewards.mean()}
@@ -233,12 +264,17 @@ def improve(
     return PolicyHistory(history, torch.stack(all_rewards))
 
 
-def _as_tensor(rewards: Any) -> Tensor:
-    """A reward may give a list."""
+def as_rewards(rewards: Any, n_rows: int) -> Tensor:
+    """Return what a reward gave, which may be a list, as a tensor `[n_rows]`. Raises `ConfigError` for anything but one
+    finite number a row.
+    """
     try:
-        return torch.as_tensor(rewards, dtype=torch.float32)
+        given = torch.as_tensor(rewards, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"the reward gave {rewards!r}: give one finite number for each row") from None
+    if given.shape != (n_rows,) or not bool(torch.isfinite(given).all()):
+        raise ConfigError(f"the reward gave {given.tolist()} for {n_rows} rows: give one finite number for each")
+    return given
 
 
 def regret(rewards: Tensor, best: Tensor | float) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -234,9 +235,61 @@ def test_groups_that_do_not_divide_the_heads_are_refused(host):
         attach_bem(host, config)
 
 
-def test_a_form_is_not_distilled_as_if_it_were_low_rank(host, config):
-    with randomise(attach_bem(host, config)) as bem, pytest.raises(ConfigError, match="low_rank"):
-        distil(bem, [{"input_ids": some_ids()}])
+def test_a_form_of_constant_codes_is_distilled_to_what_it_says_and_a_film_is_refused(host, config):
+    batch = {"input_ids": torch.cat([some_ids(1), some_ids(2)])}
+    with randomise(attach_bem(host, replace(config, trust_region=0.7))) as bem:
+        if config.form == "film":
+            with pytest.raises(ConfigError, match=r"form is 'film'.*has no LoRA"):
+                distil(bem, [batch])
+            return
+        code = torch.tensor([0.9, -0.4, 0.6, 0.3])[: config.code_size]
+
+        def constant(controller, args, codes):
+            return codes.replace(**{name: code.expand(*x.shape[:2], -1) for name, x in codes.by_level().items()})
+
+        bem.controller.register_forward_hook(constant)
+        said, lora = logits(host, batch["input_ids"]), distil(bem, [batch])
+        applied = bem.governor.apply({True: code[None], False: code[None]})
+        site = bem.sites[0]
+        share = applied[site.key][0, -1]
+        assert share < 1
+        dense = share * bem.updates[site.key].dense(code)
+        cut = distil(bem, [batch], rank=1)
+    name = next(name for name, module in host.named_modules() if module is site.module)
+    assert lora.method == "constant" and lora.error < 1e-12
+    assert float((lora.dense(name) - dense).detach().abs().max()) < 1e-6 * float(dense.detach().abs().max())
+    assert lora.rank == max(int(torch.linalg.matrix_rank(lora.dense(n), rtol=1e-6)) for n in lora.factors)
+    values = torch.linalg.svdvals(dense.detach())
+    nearest = cut.dense(name) - dense.detach()
+    assert abs(float(nearest.norm()) - float(values[1:].norm())) < 1e-5 * float(values.norm()) and cut.error > 1e-4
+    merged = copy.deepcopy(host)
+    with torch.no_grad():
+        for each in lora.factors:
+            merged.get_submodule(each).weight += lora.dense(each)
+    assert float((logits(merged, batch["input_ids"]) - said).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["mean", "least_squares"])
+def test_a_form_that_routes_is_distilled_with_the_loss_of_a_plain_loop(host, config, method):
+    if config.form == "film":
+        pytest.skip("refused")
+    ids, seen, inputs = some_ids(), [], {}
+    with ExitStack() as stack, randomise(attach_bem(host, config)) as bem:
+        lora = distil(bem, [{"input_ids": ids}], method)
+        bem.controller.register_forward_hook(lambda *given: seen.append(given[2]))
+        for site in bem.sites:
+            hook = lambda module, args, key=site.key: inputs.__setitem__(key, args[0][0])  # noqa: E731
+            stack.callback(site.module.register_forward_pre_hook(hook).remove)
+        logits(host, ids)
+        applied = bem.governor.apply(codes_taken(bem, seen[-1]))
+        lost = total = 0.0
+        for site in bem.sites:
+            name = next(name for name, module in host.named_modules() if module is site.module)
+            for x, code in zip(inputs[site.key], applied[site.key][0].detach(), strict=True):
+                routed = code[-1] * bem.updates[site.key].dense(code[:-1]) @ x
+                lost += float((routed - lora.dense(name) @ x).detach().square().sum())
+                total += float(routed.detach().square().sum())
+    assert lost / total > 1e-4 and abs(lora.error - lost / total) < 1e-4 * lost / total
 
 
 def test_a_film_that_only_moves_is_no_small_update(host):

@@ -51,7 +51,7 @@ class RankMask(Form):
             return self._gathered(x, masks[0], base, share)
         masked = (x @ self.V) * masks
         masked = masked if share is None else masked * share
-        return torch.addmm(base, self._rotated(masked), self.U.T, alpha=self.scale)
+        return torch.addmm(base, self.rotated(masked), self.U.T, alpha=self.scale)
 
     def _gathered(self, x: Tensor, mask: Tensor, base: Tensor, share: Tensor | None) -> Tensor:
         kept = mask.nonzero()[:, 0]
@@ -59,26 +59,26 @@ class RankMask(Form):
         if not self.hadamard:
             return torch.addmm(base, masked, self.U[:, kept].T, alpha=self.scale)
         full = masked.new_zeros(len(x), self.rank).index_copy(1, kept, masked)
-        return torch.addmm(base, self._rotated(full), self.U.T, alpha=self.scale)
+        return torch.addmm(base, self.rotated(full), self.U.T, alpha=self.scale)
 
-    def _rotated(self, components: Tensor) -> Tensor:
+    def rotated(self, components: Tensor) -> Tensor:
         return hadamard_transform(components) if self.hadamard else components
 
     def dense(self, code: Tensor) -> Tensor:
         """As of `Form`."""
         kept = self.V * top_mask(code[None], self.active)
-        return self.scale * self.U @ self._rotated(kept).T
+        return self.scale * self.U @ self.rotated(kept).T
 
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """As of `Form`, both exact."""
-        u = self._rotated(self.U)  # the transform is its own transpose
+        u = self.rotated(self.U)  # the transform is its own transpose
         r_u, r_v = (torch.linalg.qr(factor, mode="r").R for factor in (u, self.V))
         masks = straight_through(codes, self.active, self.temperature)
         return norms_of((self.scale * r_u * masks[:, None, :]) @ r_v.T)
 
     def frobenius(self, codes: Tensor) -> Tensor:
         """As of `Form`."""
-        u, masks = self._rotated(self.U), straight_through(codes, self.active, self.temperature)
+        u, masks = self.rotated(self.U), straight_through(codes, self.active, self.temperature)
         square = ((masks @ ((u.T @ u) * (self.V.T @ self.V))) * masks).sum(dim=-1)
         return self.scale * root(square)
 

@@ -21,6 +21,7 @@ import typer
 from probemon import __version__
 from probemon.cli import signals
 from probemon.cli.analyze import analyze
+from probemon.cli.bem import bem
 from probemon.cli.calibrate import calibrate
 from probemon.cli.concepts import concepts
 from probemon.cli.diff_analyses import diff
@@ -51,6 +52,7 @@ _COMMANDS = (
 for command in _COMMANDS:
     app.command()(command)
 app.add_typer(importing, name="import")
+app.add_typer(bem, name="bem")
 app.add_typer(packs, name="pack")
 
 

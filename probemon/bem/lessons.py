@@ -1,0 +1,160 @@
+"""Lessons: texts, answers to prompts, and chats, as tokens with labels.
+
+    lesson = make_lesson({"prompt": "2 + 2?", "answer": "4"}, "sums.jsonl, line 1", tokenizer)
+    parts = split(documents, {"train": 0.7, "choose": 0.1, "test": 0.2}, seed=0)      # whole documents
+    for batch in make_batches(lessons, 8, pad): ...                 # input_ids, attention_mask, labels
+
+A row is one of these; other fields of it are left alone:
+
+- `{"text": "..."}`: every token counts.
+- `{"prompt": "...", "answer": "..."}`: the tokens of the answer count. Where the host has a chat template, both are
+  turns of a chat.
+- `{"messages": [...]}`: a chat, in the host's template; the turns of the assistant count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from probemon.bem.losses import Batch
+from probemon.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Tokens of one row, and which of them count as labels."""
+
+    where: str
+    ids: tuple[int, ...]
+    counted: tuple[bool, ...]
+
+    @property
+    def n_labels(self) -> int:
+        """How many labels it has; the first token is predicted by nothing."""
+        return sum(self.counted[1:])
+
+
+def check_row(row: Mapping[str, Any], where: str) -> str:
+    """Return what kind of row this is: "text", "answer" or "chat". Raises `ConfigError`."""
+    if "messages" in row:
+        turns = row["messages"]
+        fine = isinstance(turns, list) and all(
+            isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            for turn in turns
+        )
+        if not fine or not any(turn["role"] == "assistant" for turn in turns):
+            raise ConfigError(
+                f"{where}: messages are no chat with a turn of the assistant: give a list of objects with a role and"
+                " content"
+            )
+        return "chat"
+    names = ("prompt", "answer") if "prompt" in row or "answer" in row else ("text",)
+    for name in names:
+        if not isinstance(row.get(name), str) or not row[name].strip():
+            raise ConfigError(f"{where} has no {name}: give 'text', or 'prompt' and 'answer', or 'messages'")
+    return "answer" if len(names) == 2 else "text"
+
+
+def content_of(row: Mapping[str, Any]) -> str:
+    """Return all that a row says, by which rows that are nearly the same are found."""
+    if "messages" in row:
+        return "\n".join(turn["content"] for turn in row["messages"])
+    return "\n".join(row[name] for name in ("prompt", "answer", "text") if name in row)
+
+
+def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens: int = 512) -> Lesson:
+    """Return a row as tokens, cut at `most_tokens`. Raises `ConfigError` for one without a label within them."""
+    kind = check_row(row, where)
+    if kind == "text":
+        parts = [(row["text"], True)]
+    elif kind == "chat" or getattr(tokenizer, "chat_template", None):
+        turns = row.get("messages") or [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+        parts = _parts_of_chat(turns, where, tokenizer)
+    else:
+        parts = [(row["prompt"], False), (row["answer"] + (tokenizer.eos_token or ""), True)]
+    ids: list[int] = []
+    counted: list[bool] = []
+    for i, (text, counts) in enumerate(parts):
+        # A chat template writes every special token itself.
+        special = i == 0 and kind != "chat" and not getattr(tokenizer, "chat_template", None)
+        encoded = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        ids += encoded
+        counted += [counts] * len(encoded)
+    lesson = Lesson(where, tuple(ids[:most_tokens]), tuple(counted[:most_tokens]))
+    if not lesson.n_labels:
+        raise ConfigError(
+            f"{where} has {len(ids)} tokens, and none to predict among the first {most_tokens}: make it shorter, leave"
+            " it out, or raise the limit on tokens"
+        )
+    return lesson
+
+
+def _parts_of_chat(turns: Sequence[Mapping[str, str]], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
+    """A chat as the template writes it, in parts that count or do not: those of the assistant do."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"{where} is a chat, and the host has no chat template: give 'prompt' and 'answer', or 'text'"
+        )
+    parts, done = list[tuple[str, bool]](), ""
+    for i, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        for n, prompting, counts in ((i, True, False), (i + 1, False, True)):
+            try:
+                text = tokenizer.apply_chat_template(list(turns[:n]), tokenize=False, add_generation_prompt=prompting)
+            except Exception as error:  # a template is a program of the model's own
+                raise ConfigError(f"{where}: the host's chat template does not take these turns ({error})") from error
+            if not text.startswith(done):
+                raise ConfigError(
+                    f"{where}: the host's chat template writes turn {i + 1} in another way than in a longer chat, so"
+                    " which tokens are the assistant's is unknown: give one answer a row"
+                )
+            parts.append((text[len(done) :], counts))
+            done = text
+    return parts
+
+
+def split(documents: Sequence[int], shares: Mapping[str, float], *, seed: int) -> dict[str, list[int]]:
+    """Part rows by whole documents: `documents [N]` says which each is of. Return the rows of every part.
+
+    Raises `ConfigError` where a part would have none.
+    """
+    different = sorted(set(documents))
+    wanted = [name for name, share in shares.items() if share > 0]
+    if len(different) < len(wanted):
+        raise ConfigError(
+            f"there are {len(different)} documents (texts that are nearly the same are one), and {len(wanted)} parts,"
+            f" {', '.join(wanted)}, need one each: give more texts"
+        )
+    order = np.random.default_rng(seed).permutation(len(different)).tolist()
+    total, begin, part_of = sum(shares.values()), 0, dict[int, str]()
+    least = len(wanted)
+    for name in wanted:
+        least -= 1  # of the parts that follow
+        n = max(1, round(shares[name] / total * len(different))) if least else len(different) - begin
+        for place in order[begin : min(begin + n, len(different) - least)]:
+            part_of[different[place]] = name
+        begin = min(begin + n, len(different) - least)
+    return {name: [i for i, document in enumerate(documents) if part_of[document] == name] for name in shares}
+
+
+def make_batches(lessons: Sequence[Lesson], n_rows: int, pad: int) -> Iterator[Batch]:
+    """Yield batches of lessons in their order, padded on the right."""
+    for begin in range(0, len(lessons), n_rows):
+        rows = lessons[begin : begin + n_rows]
+        shape = len(rows), max(len(lesson.ids) for lesson in rows)
+        ids = torch.full(shape, pad, dtype=torch.int64)
+        mask, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -100, dtype=torch.int64)
+        for row, lesson in enumerate(rows):
+            n = len(lesson.ids)
+            ids[row, :n], mask[row, :n] = torch.tensor(lesson.ids), 1
+            labels[row, :n] = torch.tensor(lesson.ids).where(torch.tensor(lesson.counted), -100)
+        yield {"input_ids": ids, "attention_mask": mask, "labels": labels}

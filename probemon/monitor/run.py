@@ -290,6 +290,8 @@ class MonitorRun:
         with ExitStack() as stack:
             self._scorer.pin(stack)
             stack.enter_context(self._watcher)
+            if self.routing is not None:
+                self.routing.open()
             self._stack = stack.pop_all()
         self._entered = True
         return self

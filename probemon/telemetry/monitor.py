@@ -69,6 +69,7 @@ class RoutingMonitor(RoutingRecorder):
         if self._entered:
             raise ConfigError("a monitor is entered once: make another")
         self._watcher.__enter__()
+        self.open()
         self._entered = True
         return self
 

@@ -24,11 +24,13 @@ import numpy as np
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import GENERATED, PHASES, PROMPT
 from probemon.errors import ConfigError
+from probemon.host.model import unwrap
 from probemon.monitor.delivery import Delivery
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
 from probemon.telemetry.baseline import check_baseline, entries, read_baseline, write_baseline
 from probemon.telemetry.captures import timed, to_host
 from probemon.telemetry.decisions import MOE, Changes, Decisions, History, Singles, Stream
+from probemon.telemetry.latency import Latencies
 from probemon.telemetry.records import RoutingRecord
 from probemon.telemetry.routers import BemController, Source, find_sources
 from probemon.telemetry.settings import RoutingSettings
@@ -87,6 +89,15 @@ class RoutingRecorder:
         self._baseline = {} if settings.baseline is None else read_baseline(settings.baseline)
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)
         self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
+        self.latency = Latencies(
+            unwrap(model),
+            next((source.controller for source in self.sources if isinstance(source, BemController)), None),
+            settings.limits,
+            settings.spike,
+            self._memory,
+            self._report_alerts,
+            settings.clock,
+        )
         self._tallies: dict[int, Tally] = {}
         self._states: weakref.WeakKeyDictionary[Recording, dict[int, _SourceState]] = weakref.WeakKeyDictionary()
         self._deliveries: list[Delivery] = []
@@ -131,12 +142,13 @@ class RoutingRecorder:
     def alerts(self) -> list[Alert]:
         """The alerts that hold now."""
         with self._lock:
-            return [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
+            routed = [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
+        return [*routed, *self.latency.raised]
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of alert that its rules raise, each once."""
-        return sorted({rule.kind for rule in self._settings.rules})
+        return sorted({rule.kind for rule in self._settings.rules} | self.latency.alert_kinds)
 
     def save_baseline(self, path: str | os.PathLike[str]) -> None:
         """Write what drifts are measured from, for `baseline=` of another run.
@@ -172,6 +184,7 @@ class RoutingRecorder:
 
         - `streams`: each router with its metrics.
         - `latency_us`: of a decision's capture.
+        - `seconds`: of forwards, of the controller and of tokens: how many, and quantiles.
         - `memory_watermark_bytes`: the most that was in use.
         - `alerts`: those that hold now; `n_alerts`: how many were raised.
         - `baseline`: what drifts are measured from, of each router and metric where it is known by now. `baseline=` of
@@ -197,6 +210,7 @@ class RoutingRecorder:
                 "streams": streams,
                 "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
                 "latency_relative_error": latency.relative_error,
+                "seconds": self.latency.as_dict(),
                 "memory_watermark_bytes": watermark,
                 "alerts": [str(alert) for alert in self.alerts],
                 "n_alerts": self.n_alerts,
@@ -233,9 +247,14 @@ class RoutingRecorder:
             most[rule.kind] = max(most.get(rule.kind, 0), needed)
         return most
 
+    def open(self) -> None:
+        """Begin to measure how long forwards take, until it is closed."""
+        self.latency.attach()
+
     def close(self) -> list[Exception]:
         """Finish the sinks; return their errors."""
         self._closed = True
+        self.latency.detach()
         errors = []
         for delivery in self._deliveries:
             delivery.close()
@@ -259,6 +278,8 @@ class RoutingRecorder:
         """
         if not len(placed):
             return None
+        # As many tokens as the row that came on most: others ended, or accepted fewer drafts.
+        self.latency.tokens(recording, int(np.bincount(placed.rows).max()) if placed.phase == GENERATED else 0)
         first_entry, begin = recording.n_entries, time.perf_counter()
         if isinstance(states, str):
             with self._lock:
@@ -426,7 +447,8 @@ class RoutingRecorder:
 
     def _report_alerts(self, alerts: list[Alert]) -> None:
         for alert in alerts:
-            self.n_alerts += alert.raised
+            with self._lock:
+                self.n_alerts += alert.raised
             for action in self._on_alert:
                 self._guard("an action on an alert", action, alert)
 

@@ -216,7 +216,7 @@ class BemController:
             )
         if not getattr(bem, "open", True):
             raise ConfigError("bem is detached, so it decides nothing: attach it first, bem.attach()")
-        self.bem = bem
+        self.bem, self.controller = bem, getattr(bem, "controller", bem)
         # Of a whole adapter, where what is applied is known too.
         self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
         kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)

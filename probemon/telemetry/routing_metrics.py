@@ -11,13 +11,21 @@ All of it is read from the recorder's report when somebody scrapes. Needs the ex
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from probemon.errors import ConfigError
 from probemon.telemetry.collector import Collector
+from probemon.telemetry.latency import BUCKETS
 from probemon.telemetry.recorder import RoutingRecorder
 from probemon.telemetry.statistics import METRICS
+
+_TIMED = {
+    "forward": "Time that a forward of the host took",
+    "controller": "Time that the controller of a BEM adapter took in a forward",
+    "token": "Time from one generated token to the next",
+}
 
 
 class RoutingMetrics(Collector):
@@ -39,7 +47,8 @@ class RoutingMetrics(Collector):
 
     def collect(self) -> Iterator[Any]:
         """Yield every family as it is now, for `prometheus_client`."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+        from prometheus_client.utils import floatToGoString
 
         report = self._routing.report()
         family: Metric
@@ -91,6 +100,10 @@ class RoutingMetrics(Collector):
             if value is not None:
                 family.add_metric([name.removeprefix("p")], value / 1e6)
         yield family
+        for kind, (counts, total) in self._routing.latency.histograms().items():
+            ends = [*map(floatToGoString, BUCKETS), "+Inf"]
+            buckets = list(zip(ends, itertools.accumulate(counts), strict=True))
+            yield HistogramMetricFamily(f"probemon_{kind}_seconds", _TIMED[kind], buckets=buckets, sum_value=total)
         yield GaugeMetricFamily(
             "probemon_routing_memory_watermark_bytes",
             "The most memory that was in use",

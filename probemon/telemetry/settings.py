@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from probemon.core.checks import check_count, check_settings
 from probemon.errors import ConfigError
 from probemon.telemetry.alerts import DEFAULT_RULES, Rule
+from probemon.telemetry.latency import LatencyLimit, MemorySpike
 from probemon.telemetry.tally import WINDOW, Memory
 
 
@@ -22,6 +25,9 @@ class RoutingSettings:
     - `memory`: a function that returns bytes in use and bytes there are; else the GPU's or the process's.
     - `baseline`: what drifts are measured from: the report of an earlier run, or the file that `save_baseline` wrote.
       A drift without one, or after `reset_baseline`, is measured from the first windows without alerts.
+    - `limits`: how long forwards, the controller and tokens may take, before that is an alert.
+    - `spike`: when a rise of memory is one; None for never.
+    - `clock`: returns seconds.
     """
 
     rules: tuple[Rule, ...] = DEFAULT_RULES
@@ -30,6 +36,9 @@ class RoutingSettings:
     run_id: str = ""
     memory: Memory | None = None
     baseline: Any = None
+    limits: tuple[LatencyLimit, ...] = ()
+    spike: MemorySpike | None = MemorySpike()
+    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -39,6 +48,14 @@ class RoutingSettings:
             raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
         if not isinstance(self.rules, (tuple, list)):
             raise ConfigError(f"rules is {self.rules!r}: give a tuple of rules")
+        if not isinstance(self.limits, (tuple, list)) or not all(isinstance(x, LatencyLimit) for x in self.limits):
+            raise ConfigError(
+                f"limits is {self.limits!r}: give a tuple of LatencyLimit(...) of probemon.telemetry.latency"
+            )
+        if self.spike is not None and not isinstance(self.spike, MemorySpike):
+            raise ConfigError(f"spike is {self.spike!r}: give MemorySpike(...) of probemon.telemetry.latency, or None")
+        if not callable(self.clock):
+            raise ConfigError(f"clock is {self.clock!r}: give what returns seconds, such as time.perf_counter")
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise ConfigError(

@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -24,15 +25,19 @@ from probemon.bem.evaluation.gates import (
     no_regression,
     promoted,
 )
+from probemon.bem.evaluation.latency import Timed, median_ratio, take_turns
+from probemon.bem.evaluation.profiler import peak_memory, profile_sites
 from probemon.bem.evaluation.statistics import (
     adjusted,
     compare,
     document_interval,
+    median_interval,
     pareto,
     pareto_shares,
+    quantile_interval,
     sign_flip,
 )
-from probemon.errors import ConfigError, MissingExtra
+from probemon.errors import BemError, ConfigError, MissingExtra
 
 SEEDS = [0.02, 0.01, 0.03, 0.0, 0.02, 0.015, 0.025, 0.005]
 
@@ -136,6 +141,8 @@ def test_a_gain_is_on_a_slice_by_the_adjusted_exact_test_or_on_two_frontiers():
     assert gain({"b": [-value for value in SEEDS]}).verdict == FAILED
     assert gain(noise, {"latency": 0.95, "flops": 0.9}).verdict == PASSED
     assert gain(noise, {"latency": 0.95, "flops": 0.89}).verdict == FAILED
+    assert gain({"b": SEEDS, "other": [-v for v in SEEDS]}, own=["b"]).verdict == PASSED
+    assert gain({"b": SEEDS, "other": [-v for v in SEEDS]}, own=["other"]).verdict == FAILED
     assert gain({"b": [0.1, 0.2, 0.3]}).verdict == NOT_JUDGED and gain({}).verdict == NOT_JUDGED
 
 
@@ -209,3 +216,108 @@ def test_operations_are_products_and_what_is_made_element_by_element():
         with_adapter = flops(lambda: host(ids))
         of_sites = sum(update.flops(8) for update in bem.updates.values())
     assert bare < bare + of_sites < with_adapter < bare + of_sites + 8 * 5_000  # the rest is the controller's
+
+
+# -- latency and profile -----------------------------------------------------------------------------
+
+
+def test_a_quantile_has_the_interval_of_its_order_statistics():
+    """The bootstrap's interval of a median is that of order statistics, within the spacing of the values."""
+    x = np.random.default_rng(5).exponential(1.0, 1_000)
+    low, high = quantile_interval(x, 0.5)
+    exact = median_interval(x)
+    ordered = np.sort(x)
+    assert abs(np.searchsorted(ordered, low) - 469) <= 4 and abs(np.searchsorted(ordered, high) - 531) <= 4
+    assert (np.searchsorted(ordered, exact[0]), np.searchsorted(ordered, exact[1])) == (467, 532)
+    p95 = quantile_interval(x, 0.95)
+    assert p95[0] < np.quantile(x, 0.95) < p95[1] and p95[0] > high
+    assert quantile_interval(x[:99], 0.95) is None and quantile_interval(x[:100], 0.95) is not None
+    assert quantile_interval(x[:400], 0.99) is None and median_interval(x[:5]) is None
+
+
+def test_calls_take_turns_and_a_ratio_is_of_one_round(monkeypatch):
+    """Each call once a round, in another order from round to round; a slow machine slows both calls of a round."""
+    order, now = [], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def call(name, seconds):
+        order.append(name)
+        now[0] += seconds * (1 + len(order) // 10)  # the machine becomes slower and slower
+
+    timed = take_turns({"a": lambda: call("a", 1.0), "b": lambda: call("b", 4.0)}, 20, n_warm_up=2)
+    assert len(order) == 44 and len(timed["a"].wall) == len(timed["b"].cpu) == 20
+    assert {tuple(order[i : i + 2]) for i in range(0, 44, 2)} == {("a", "b"), ("b", "a")}
+    assert timed["a"].wall[0] == 1.0 and timed["a"].wall[-1] == 5.0
+    ratio = median_ratio(timed["b"], timed["a"])
+    assert ratio.value == np.median(timed["b"].ratios(timed["a"])) == 4.0 and ratio.low <= 4.0 <= ratio.high
+    slowed = np.repeat([1.0, 5.0, 2.0], 20).tolist()
+    one, other = Timed(tuple(slowed), ()), Timed(tuple(1.1 * s for s in slowed), ())
+    assert median_ratio(other, one).low == pytest.approx(1.1) == pytest.approx(median_ratio(other, one).high)
+    assert one.quantile(0.5).value == 2.0 and one.quantile(0.99).low is None
+    with pytest.raises(ConfigError, match="did not take turns"):
+        one.ratios(timed["a"])
+    with pytest.raises(ConfigError, match="no call to time"):
+        take_turns({}, 3)
+
+
+def busy(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_time_is_told_of_the_site_that_took_it():
+    """A layer that is slow is told as the layer's, an update as the update's; nothing is left on the host."""
+    host, ids = make_host(), torch.arange(3, 11)[None]
+    with torch.no_grad(), randomise(attach_bem(host, BemConfig(**COMMON))) as bem:
+        plain, hooks = host(ids).logits, count_hooks(host)
+        second = bem.sites[1]
+        inner = second.module.forward
+        second.module.forward = lambda x: (busy(0.1), inner(x))[1]
+        found = profile_sites(bem, lambda: [host(ids) for _ in range(3)])
+        del second.module.forward
+        assert torch.equal(host(ids).logits, plain) and count_hooks(host) == hooks
+    assert set(found.sites) == {site.key for site in bem.sites}
+    assert {s.layer.n_calls for s in found.sites.values()} == {s.update.n_calls for s in found.sites.values()} == {3}
+    assert found.controller.n_calls == 3 and found.total.n_calls == 1
+    slowest = found.sites[second.key]
+    assert 0.3 <= slowest.layer.seconds and slowest.update.seconds < 0.2
+    others = [s.layer.seconds for key, s in found.sites.items() if key != second.key]
+    assert max(others) < 0.2 and found.total.seconds >= sum(s.layer.seconds for s in found.sites.values())
+    with pytest.raises(BemError, match="not on its host"):
+        profile_sites(bem, lambda: None)
+    with bem, pytest.raises(BemError, match="ran no forward"):
+        profile_sites(bem, lambda: None)
+
+
+def count_hooks(host):
+    return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in host.modules()]
+
+
+def test_the_most_memory_is_that_of_what_lives_at_one_time():
+    def call():
+        x, y = torch.empty(1_000), torch.empty(5_000)
+        del x
+        z = torch.empty(2_000)
+        return y, z
+
+    assert peak_memory(call) == 28_000  # y and z; x and y were 24,000
+    assert peak_memory(lambda: None) == 0
+
+
+def test_a_frontier_counts_latency_by_the_rounds_that_were_measured():
+    costs, quality = np.array([[1.0], [1.0]]), np.array([[0.5] * 6, [0.4] * 6])
+    rounds = np.random.default_rng(0).normal(1.0, 0.01, (2, 50))
+    later = np.array([[0.0], [0.5]])
+    assert pareto_shares(costs, quality, n_drawn=100) == [1.0, 0.0]
+    assert pareto_shares(costs, quality, latencies=rounds - later, n_drawn=100) == [1.0, 1.0]
+    assert pareto_shares(costs, quality, latencies=rounds + later, n_drawn=100) == [1.0, 0.0]
+    either = np.vstack([rounds[0], rounds[0] + np.where(np.arange(50) % 2, 0.5, -0.5)])  # a coin's median
+    assert 0.2 < pareto_shares(costs, quality, latencies=either, n_drawn=200)[1] < 0.8
+    with pytest.raises(ConfigError, match="2 costs, 1 latencies, 2 qualities"):
+        pareto_shares(costs, quality, latencies=rounds[:1])
+
+
+def test_what_costs_more_than_the_lora_is_named_and_fails_nothing():
+    found = budget(1000, 1000, {"operations": (1.06, 1.0), "peak memory": (104, 100)})
+    assert found.verdict == PASSED and "operations +6%" in found.why and "memory" not in found.why

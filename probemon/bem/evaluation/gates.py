@@ -7,17 +7,18 @@ promoted(gates)                      # True only where each of them passed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from probemon.bem.evaluation.statistics import adjusted, compare
+from probemon.bem.evaluation.statistics import adjusted, compare, median_interval
 from probemon.errors import ConfigError
 
 PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
 CUT_INVARIANCE = 1e-5
 BUDGET = 0.02  # of trainable numbers, beside those of the LoRA that it is compared with
+COSTLY = 0.05  # share by which other costs may be over the LoRA's before they are named
 REGRESSION = 0.005  # of a core metric, relative
 SIGNIFICANT = 0.05
 ROBUST = 0.9  # share of drawn seeds in which a variant is on a frontier
@@ -58,12 +59,18 @@ def integrity(errors: Mapping[str, float | None]) -> Gate:
     return Gate("integrity", PASSED, "starts as the host, keeps rows apart, reads no future, and is the same when cut")
 
 
-def budget(n_trainable: int, n_lora: int) -> Gate:
-    """It learns as many numbers as the LoRA that it is compared with, within 2 %."""
+def budget(n_trainable: int, n_lora: int, costs: Mapping[str, tuple[float, float]] | None = None) -> Gate:
+    """It learns as many numbers as the LoRA that it is compared with, within 2 %.
+
+    `costs`: by name, what else it takes and what the LoRA takes, as operations or peak memory. One that is over the
+    LoRA's by more than 5 % is named, and fails nothing.
+    """
     if n_lora <= 0:
         return Gate("budget", NOT_JUDGED, "there is no LoRA to compare with")
     off = n_trainable / n_lora - 1
     why = f"{n_trainable:,} trainable numbers beside {n_lora:,}: {off:+.2%}"
+    over = {name: ours / theirs - 1 for name, (ours, theirs) in (costs or {}).items() if ours > (1 + COSTLY) * theirs}
+    why += "".join(f"; {name} {share:+.0%}" for name, share in over.items())
     return Gate("budget", PASSED if abs(n_trainable - n_lora) <= BUDGET * n_lora else FAILED, why)
 
 
@@ -80,12 +87,18 @@ def no_regression(relative_differences: Mapping[str, Sequence[float]]) -> Gate:
     return Gate("no regression", verdict, f"{name} is worse by at most {max(0.0, -lows[name]):.2%} (95 %)")
 
 
-def gain(differences: Mapping[str, Sequence[float]], shares: Mapping[str, float] | None = None) -> Gate:
+def gain(
+    differences: Mapping[str, Sequence[float]],
+    shares: Mapping[str, float] | None = None,
+    *,
+    own: Collection[str] | None = None,
+) -> Gate:
     """It is better somewhere: on a slice by the exact test, adjusted over all slices that were compared; or robustly on
     two frontiers.
 
-    `differences`: by slice (or variant and slice, all that were looked at), paired by seed. `shares`: by frontier, in
-    which share of drawn seeds it is on it.
+    `differences`: by slice (or variant and slice, all that were looked at), paired by seed. `own`: which of them are of
+    the variant that is judged, where others were looked at too; None: all. `shares`: by frontier, in which share of
+    drawn seeds it is on it.
     """
     shares = shares or {}
     robust = [name for name, share in shares.items() if share >= ROBUST]
@@ -93,15 +106,15 @@ def gain(differences: Mapping[str, Sequence[float]], shares: Mapping[str, float]
     if not compared and not shares:
         return Gate("gain", NOT_JUDGED, "nothing was compared")
     p = dict(zip(compared, adjusted([one.p for one in compared.values()]), strict=True)) if compared else {}
-    better = [name for name in p if p[name] <= SIGNIFICANT and compared[name].mean > 0]
+    judged = [name for name in p if own is None or name in own]
+    better = [name for name in judged if p[name] <= SIGNIFICANT and compared[name].mean > 0]
     if better or len(robust) >= FRONTIERS:
         parts = [f"{name} {compared[name].mean:+.4g} (p {p[name]:.3g})" for name in better]
         parts += [f"robustly on the frontier of {name}" for name in robust]
         return Gate("gain", PASSED, "; ".join(parts))
-    hopeless = [name for name, one in compared.items() if one.smallest_p > SIGNIFICANT]
-    if hopeless and len(hopeless) == len(compared):
+    if judged and all(compared[name].smallest_p > SIGNIFICANT for name in judged):
         return Gate("gain", NOT_JUDGED, "too few seeds for any p of 0.05: give five or more")
-    least = f"the least adjusted p is {min(p.values()):.3g}; " if p else ""
+    least = f"the least adjusted p is {min(p[name] for name in judged):.3g}; " if judged else ""
     return Gate("gain", FAILED, f"{least}robustly on {len(robust)} frontiers")
 
 
@@ -109,21 +122,9 @@ def latency(ratios: Sequence[float]) -> Gate:
     """A step takes at most 15 % longer than with an unmerged LoRA: paired ratios of times taken in turns; the upper end
     of the 95 % interval of their median, by order statistics, decides.
     """
-    ordered = np.sort(np.asarray(ratios, dtype=np.float64))
-    n = len(ordered)
-    # The k-th smallest of n is over the median with the probability that fewer than k of n fair coins show heads.
-    below, k = 0.0, 0
-    while k < n and below < 0.975:
-        below += _binomial(n, k)
-        k += 1
-    if n < 6 or k >= n or not np.isfinite(ordered).all():
-        return Gate("latency", NOT_JUDGED, f"{n} paired ratios are too few for an interval of their median")
-    high = float(ordered[k])
-    why = f"median ratio {float(np.median(ordered)):.3f}, at most {high:.3f} (95 %)"
+    interval = median_interval(ratios)
+    if interval is None:
+        return Gate("latency", NOT_JUDGED, f"{len(ratios)} paired ratios are too few for an interval of their median")
+    high = interval[1]
+    why = f"median ratio {float(np.median(ratios)):.3f}, at most {high:.3f} (95 %)"
     return Gate("latency", PASSED if high <= LATENCY else FAILED, why)
-
-
-def _binomial(n: int, k: int) -> float:
-    from math import comb
-
-    return comb(n, k) / 2**n

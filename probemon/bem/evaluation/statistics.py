@@ -135,19 +135,62 @@ def pareto(points: Sequence[Sequence[float]] | Doubles) -> list[int]:
     return np.flatnonzero(~dominates.any(axis=0)).tolist()
 
 
-def pareto_shares(costs: Doubles, qualities: Doubles, *, n_drawn: int = 2_000) -> list[float]:
+def pareto_shares(
+    costs: Doubles, qualities: Doubles, *, latencies: Doubles | None = None, n_drawn: int = 2_000
+) -> list[float]:
     """Return, for each of N variants, the share of drawn sets of seeds in whose means it is on the frontier.
 
-    `costs [N, K]`; `qualities [N, S]`, the same S seeds of each. A frontier of single means is noise: "robust" is a
-    share of 0.9 or more.
+    `costs [N, K]`; `qualities [N, S]`, the same S seeds of each; `latencies [N, R]`, of the same R rounds of each: one
+    more cost, the median of drawn rounds. A frontier of single means is noise: "robust" is a share of 0.9 or more.
     """
-    qualities = np.asarray(qualities, dtype=np.float64)
+    qualities, fixed = np.asarray(qualities, dtype=np.float64), np.asarray(costs, dtype=np.float64)
+    rounds = np.empty((len(qualities), 0)) if latencies is None else np.asarray(latencies, dtype=np.float64)
+    if not len(fixed) == len(rounds) == len(qualities):
+        raise ConfigError(
+            f"{len(fixed)} costs, {len(rounds)} latencies, {len(qualities)} qualities: give each variant's"
+        )
     rng, on = np.random.default_rng(0), np.zeros(len(qualities))
     for _ in itertools.repeat(None, n_drawn):
         seeds = rng.integers(0, qualities.shape[1], qualities.shape[1])
-        drawn = np.concatenate([np.asarray(costs, dtype=np.float64), qualities[:, seeds].mean(axis=1)[:, None]], axis=1)
-        on[pareto(drawn)] += 1
+        columns = [fixed, qualities[:, seeds].mean(axis=1)[:, None]]
+        if rounds.shape[1]:
+            turns = rng.integers(0, rounds.shape[1], rounds.shape[1])
+            columns.insert(1, np.median(rounds[:, turns], axis=1)[:, None])
+        on[pareto(np.concatenate(columns, axis=1))] += 1
     return (on / n_drawn).tolist()
+
+
+def quantile_interval(
+    values: Sequence[float] | Doubles, q: float, *, confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """Return the bootstrap interval of a quantile (percentiles of 9,999 draws). None where so few values show nothing
+    of that tail: under five beyond the quantile, of a p99 under 500.
+    """
+    check_share("q", q)
+    check_share("confidence", confidence)
+    x = _finite("values", values)
+    if len(x) * min(q, 1 - q) < 5 - 1e-9:
+        return None
+    rng = np.random.default_rng(0)
+    drawn = np.concatenate([np.quantile(x[rng.integers(0, len(x), (101, len(x)))], q, axis=1) for _ in range(99)])
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def median_interval(values: Sequence[float] | Doubles, *, confidence: float = 0.95) -> tuple[float, float] | None:
+    """Return the interval of the median by order statistics, which holds for any distribution. None where there are
+    too few values for it, or one is not finite.
+    """
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    n, tail = len(ordered), (1 - confidence) / 2
+    # The k-th smallest of n is over the median with the probability that fewer than k of n fair coins show heads.
+    below, k = 0.0, 0
+    while k < n and below < 1 - tail:
+        below += math.comb(n, k) / 2**n
+        k += 1
+    if n < 6 or k >= n or not np.isfinite(ordered).all():
+        return None
+    return float(ordered[n - 1 - k]), float(ordered[k])
 
 
 def _points(points: Sequence[Sequence[float]] | Doubles) -> Doubles:

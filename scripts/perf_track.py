@@ -3,7 +3,10 @@
 """Forms of a generated update beside LoRAs with as many trainable numbers, on tasks whose answer is known.
 
     python scripts/perf_track.py --quick --json FILE            # each form on its own task
-    python scripts/perf_track.py --json docs/benchmarks/perf_track.json      # every form on every task, five seeds
+    python scripts/perf_track.py --only demo --json docs/benchmarks/perf_track.json --html FILE   # on the demo model
+    python scripts/perf_track.py --json FILE --html FILE        # that, and every form on every task, five seeds
+
+What was learned is kept by seed and arm (`--folder`): a run that was stopped goes on where it was.
 
 A teacher is a tiny random host with a random adapter of one form on it; a student is the same host, and learns to say
 what the teacher says. The form of the teacher can do all of it, so what others leave says what they cannot express or
@@ -24,52 +27,44 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts/evidence")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/evidence")]
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from perf_study import report
+from perf_study.claims import BUDGET, PLANTED, claims, verdicts
+from perf_study.kept import kept
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.config import FORMS
 from probemon.bem.evaluation import gates
 from probemon.bem.evaluation.budget import flops, solve
-from probemon.bem.evaluation.statistics import compare, pareto, pareto_shares
 from probemon.bem.losses import Batch, hooked_codes, recorded_codes
 from probemon.bem.training import TrainSettings, fit
+from probemon.bundled import cache_dir
 from probemon.core.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/perf_track.py", "probemon/bem")
+OF_DEMO = ("scripts/perf_study", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
 
 VOCAB, LENGTH, DOMAINS, ROWS = 256, 32, 6, 32
-BUDGET = 3_072
 SHARPNESS = 1.5  # of a domain's distribution: the deviation of its logits
 RATES = (0.015, 0.03)
 N_STEPS, N_BATCHES, N_TEST = 900, 40, 8
 COMMON: dict[str, Any] = {
     "level": "prefix", "chunk_tokens": 4, "prefix_tokens": 32, "spectral_cap": None, "max_norm": 12.0, "width": 6,
 }  # fmt: skip
-# What is planted, where; and what a student of that form has of settings that no budget decides.
-PLANTED: dict[str, dict[str, Any]] = {
-    "head_groups": {"sites": ("o",), "groups": 8, "rank": 4},
-    "rank_mask": {"sites": ("o",), "rank": 18, "active": 4},
-    "kronecker": {"sites": ("down",), "terms": 2},
-    "film": {"sites": ("down",), "rank": 6, "bound": 1.0},
-}
 LORA_RANKS = {("o",): 24, ("down",): 12}  # of the budget, to the last number
 MODULES = {("o",): "o_proj", ("down",): "down_proj"}
-BARS = {
-    "pt1_own_task": 0.9, "pt3_own_task": 0.9, "pt4_own_task": 0.9, "ahead_of_lora": 0.15, "pt2_active_flops_ahead": 0.0,
-    "identity_max": 0.0, "cut_invariance_max": 1e-5, "budget_off_pct": 2.0,
-}  # fmt: skip
-NAMES = {"pt1": "head_groups", "pt2": "rank_mask", "pt3": "kronecker", "pt4": "film"}
 
 
 def make_host(seed: int) -> Any:
@@ -246,7 +241,13 @@ def integrity() -> dict[str, float]:
     return worst
 
 
-def study(tasks: Sequence[str], methods: Callable[[str], Sequence[str]], seeds: range, n_steps: int) -> list[Any]:
+def study(
+    tasks: Sequence[str],
+    methods: Callable[[str], Sequence[str]],
+    seeds: range,
+    n_steps: int,
+    folder: Path | None = None,
+) -> list[Any]:
     """A row for each task, method and seed, each method at the learning rate that is best for it at the first seed."""
     rows = []
     for form in tasks:
@@ -259,80 +260,22 @@ def study(tasks: Sequence[str], methods: Callable[[str], Sequence[str]], seeds: 
                 arms += [("lora", active), ("low_rank", active)]
             for method, rank in arms:
                 tried = [rates[method, rank]] if (method, rank) in rates else RATES
-                found = max((learn(task, method, rate, n_steps, rank) for rate in tried), key=lambda f: f["chosen_by"])
+                found = max(
+                    (
+                        kept(
+                            folder,
+                            f"{form}-{method}-{rank or 'budget'}-{seed}-{rate:g}",
+                            partial(learn, task, method, rate, n_steps, rank),
+                        )
+                        for rate in tried
+                    ),
+                    key=lambda one: one["chosen_by"],
+                )
                 rates[method, rank] = found["lr"]
                 name = method if rank is None else f"{method}, rank {rank}"
                 rows.append({"task": form, "method": name, "seed": seed, "base_nats": task.base, **found})
                 say(f"{form:12s} {name:18s} seed {seed}: {found['removed']:.3f} of {task.base:.2f} nats removed")
     return rows
-
-
-def of(rows: Sequence[Any], task: str, method: str, what: str = "removed") -> list[float]:
-    """A figure by seed."""
-    return [row[what] for row in rows if row["task"] == task and row["method"] == method]
-
-
-def claims(rows: Sequence[Any], errors: dict[str, float]) -> dict[str, Any]:
-    """What is asked of the forms, with what was found."""
-    found: dict[str, float] = {}
-    ahead = []
-    for name in ("pt1", "pt3", "pt4"):
-        own, lora = (np.mean(of(rows, NAMES[name], method)) for method in (NAMES[name], "lora"))
-        found[f"{name}_own_task"] = float(own)
-        ahead.append(float(own - lora))
-    found["ahead_of_lora"] = min(ahead)
-    active = PLANTED["rank_mask"]["active"]
-    others = [of(rows, "rank_mask", f"{method}, rank {active}") for method in ("lora", "low_rank")]
-    own = of(rows, "rank_mask", "rank_mask")
-    found["pt2_active_flops_ahead"] = float(min(np.mean(np.subtract(own, other)) for other in others))
-    found["identity_max"], found["cut_invariance_max"] = errors["start"], errors["cut"]
-    within = [row["n_trainable"] / BUDGET - 1 for row in rows if ", rank" not in row["method"]]
-    found["budget_off_pct"] = 100 * max(map(abs, within))
-    at_most = ("identity_max", "cut_invariance_max", "budget_off_pct")
-    return {
-        name: {
-            "value": round(value, 9),
-            "bar": BARS[name],
-            "kind": "most" if name in at_most else "least",
-            "holds": bool(value <= BARS[name] if name in at_most else value >= BARS[name] and value > 0),
-        }
-        for name, value in found.items()
-    }
-
-
-def verdicts(rows: Sequence[Any], errors: dict[str, float]) -> list[dict[str, Any]]:
-    """Each form on each task by gates, against the LoRA: who is on the frontier of numbers and operations, too."""
-    found = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        methods = [m for m in dict.fromkeys(row["method"] for row in rows if row["task"] == task) if ", rank" not in m]
-        qualities = np.array([of(rows, task, method) for method in methods])
-        costs = np.array([[of(rows, task, method, "flops_per_token")[0]] for method in methods], dtype=np.float64)
-        shares = pareto_shares(costs, qualities)
-        on = pareto(np.concatenate([costs, qualities.mean(axis=1)[:, None]], axis=1))
-        for i, method in enumerate(methods):
-            if method == "lora":
-                continue
-            differences = np.subtract(of(rows, task, method), of(rows, task, "lora")).tolist()
-            judged = [
-                gates.integrity(errors),
-                gates.budget(of(rows, task, method, "n_trainable")[0], of(rows, task, "lora", "n_trainable")[0]),
-                gates.gain({task: differences}, {"operations": shares[i]}),
-            ]
-            compared = compare(differences)
-            found.append(
-                {
-                    "task": task,
-                    "method": method,
-                    "ahead_of_lora": compared.mean,
-                    "low": compared.low,
-                    "high": compared.high,
-                    "p": compared.p,
-                    "on_frontier_of_operations": i in on,
-                    "share_of_draws_on_it": shares[i],
-                    "gates": {gate.name: [gate.verdict, gate.why] for gate in judged},
-                }
-            )
-    return found
 
 
 def say(line: str) -> None:
@@ -346,8 +289,14 @@ def main() -> int:
     """Check, learn, judge, write. Status 1 where an adapter is not what it promises: then nothing is compared."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="each form on its own task, beside a LoRA; two seeds")
+    parser.add_argument("--only", choices=("planted", "demo"), help="one of the two studies of a full run")
+    parser.add_argument(
+        "--headers", choices=("marks", "words"), default="marks", help="the demo's: what tells a domain"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE")
     parser.add_argument("--seeds", type=int)
+    parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains", help="what was learned before")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     errors = integrity()
@@ -355,24 +304,34 @@ def main() -> int:
         print(f"perf_track: nothing was compared: {gates.integrity(errors).why}", file=sys.stderr)
         return 1
     seeds = range(arguments.seeds or (2 if arguments.quick else 5))
-    everything = ("lora", *FORMS)
-    rows = study(
-        list(PLANTED), lambda task: ("lora", "low_rank", task) if arguments.quick else everything, seeds, N_STEPS
-    )
-    found = {
-        "claims": claims(rows, errors),
-        "integrity": errors,
-        "rows": rows,
-        "verdicts": verdicts(rows, errors),
-        "data": "random",
-        "seconds": round(time.perf_counter() - BEGIN, 1),
-        **about(*MEASURES),
-    }
-    for name, claim in found["claims"].items():
-        print(f"{name:24s} {claim['value']:9.5f}   {'holds' if claim['holds'] else 'MISSED'} ({claim['bar']:g})")
+    found: dict[str, Any] = {}
+    if arguments.quick:
+        found |= planted(errors, seeds, lambda task: ("lora", "low_rank", task), None)
+    elif arguments.only != "demo":
+        found |= planted(errors, seeds, lambda task: ("lora", *FORMS), arguments.folder / f"planted-{N_STEPS}-steps")
+    if not arguments.quick and arguments.only != "planted":
+        from perf_study.demo import study as of_demo  # it needs WordNet and the demo model
+
+        found["demo"] = of_demo(seeds, arguments.folder / "results", arguments.headers, errors)
+        print("\n".join(report.lines(found)))
+    measured = MEASURES if arguments.quick else MEASURES + OF_DEMO
+    found |= {"integrity": errors, "seconds": round(time.perf_counter() - BEGIN, 1), **about(*measured)}
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
+    if arguments.html:
+        write_text_atomically(arguments.html, report.page(found))
     return 0
+
+
+def planted(
+    errors: dict[str, float], seeds: range, methods: Callable[[str], Sequence[str]], folder: Path | None
+) -> dict[str, Any]:
+    """The study on random teachers, its claims shown."""
+    rows = study(list(PLANTED), methods, seeds, N_STEPS, folder)
+    found = {"claims": claims(rows, errors), "rows": rows, "verdicts": verdicts(rows, errors), "data": "random"}
+    for name, claim in found["claims"].items():
+        print(f"{name:24s} {claim['value']:9.5f}   {'holds' if claim['holds'] else 'MISSED'} ({claim['bar']:g})")
+    return found
 
 
 if __name__ == "__main__":

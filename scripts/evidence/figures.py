@@ -98,6 +98,51 @@ def forms(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def reason(found: dict[str, Any]) -> list[str]:
+    """Nats a token of each adapter on texts of domains that conflict: means over seeds, and by how much each is over
+    the routed one.
+    """
+    lines = [
+        "| the line before says it by | learns | definition | kinds | classes | all | over the routed (95 %) | p |"
+        " trainable numbers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["summary"]:
+        nats, over = row["nats"], row.get("over_routed")
+        shown = " | ".join(f"{nats[domain]:.3f}" for domain in ("definition", "kinds", "above", "all"))
+        between = "" if over is None else f"{over['mean']:+.3f} ({over['low']:+.3f} to {over['high']:+.3f})"
+        p = "" if over is None else f"{over['p']:.3f}"
+        headers = {"marks": "a mark", "words": "words"}[row["headers"]]
+        lines.append(f"| {headers} | {row['method']} | {shown} | {between} | {p} | {row['n_trainable']:,} |")
+    return lines
+
+
+def demo_forms(found: dict[str, Any]) -> list[str]:
+    """Forms of an update on real texts: nats a token, what routing does, what each costs, and the gates that failed."""
+    lines = [
+        "| learns | nats a token | saved beside the LoRA (95 %) | frozen | shuffled | operations a token | forward,"
+        " over the LoRA | not passed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    judged = {verdict["method"]: verdict for verdict in found["demo"]["verdicts"]}
+    for method, cost in found["demo"]["costs"].items():
+        rows = [row for row in found["demo"]["rows"] if row["method"] == method]
+        means = [
+            f"{sum(row[key]['all'] for row in rows) / len(rows):.3f}" if key in rows[0] else ""
+            for key in ("held_out", "held_out_frozen", "held_out_shuffled")
+        ]
+        one = judged.get(method)
+        saved = "" if one is None else f"{one['saved_nats']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f})"
+        gates = {} if one is None else one["gates"]
+        not_passed = ", ".join(f"{name} ({verdict})" for name, (verdict, _) in gates.items() if verdict != "passed")
+        ratio = f"{cost['prefill']['ratio'][0]:.2f}"
+        lines.append(
+            f"| {method} | {means[0]} | {saved} | {means[1]} | {means[2]} | {cost['operations']:,} | {ratio} |"
+            f" {not_passed} |"
+        )
+    return lines
+
+
 def rules(found: dict[str, Any]) -> list[str]:
     """Of each pack, score rule and way of expanding: mean recall of a document's firing probes with its interval, and
     share of the probes active, on each text.
@@ -387,6 +432,8 @@ TABLES = {
     "architectures.json": (architectures,),
     "bem_learns.json": (bem_distilled,),
     "perf_track_quick.json": (forms,),
+    "perf_track.json": (demo_forms,),
+    "bem_reason.json": (reason,),
     "shown.json": [shown, shown_claims],
 }
 

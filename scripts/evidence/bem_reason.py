@@ -40,21 +40,21 @@ from provenance import about
 
 MEASURES = ("scripts/evidence/bem_reason.py", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
 MEASURES += ("probemon/bem",)
-ROUTED, OTHERS = "low_rank", ("lora", "lora everywhere", "x-lora")
+ROUTED, OTHERS = "low_rank", ("base", "lora", "lora everywhere", "x-lora")
 PICTURED = "low_rank, token codes"
 CELL, ROW_HEIGHT, LEFT = 42, 7, 86
 
 
-def study(kinds: Sequence[str], seeds: range, results: Results) -> dict[str, Any]:
+def study(kinds: Sequence[str], others: Sequence[str], seeds: range, results: Results) -> dict[str, Any]:
     """Every arm at every seed, under each kind of header, and what the routed adapter saves beside each."""
     rows, summary = [], []
     for kind in kinds:
         data = Domains(kind)
-        found = [results.of(data, method, seed) for seed in seeds for method in ("base", *OTHERS, ROUTED)]
+        found = [results.of(data, method, seed) for seed in seeds for method in (*others, ROUTED)]
         kept = ("headers", "method", "seed", "lr", "tried", "n_trainable", "chosen_by", "held_out", "held_out_frozen")
         kept += ("held_out_shuffled", "code_mean", "config", "cpu_seconds")
         rows += [{name: row[name] for name in kept if name in row} for row in found]
-        summary += [summarised(kind, method, found) for method in ("base", *OTHERS, ROUTED)]
+        summary += [summarised(kind, method, found) for method in (*others, ROUTED)]
     return {"rows": rows, "summary": summary}
 
 
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks/bem_reason.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/bem_codes.svg")
     parser.add_argument("--kinds", nargs="+", choices=tuple(HEADERS), default=tuple(HEADERS))
+    parser.add_argument("--beside", nargs="+", choices=OTHERS, default=OTHERS, help="what the routed adapter is beside")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains/results")
     arguments = parser.parse_args()
@@ -153,7 +154,7 @@ def main() -> None:
         "steps": N_STEPS,
         "rows_a_step": ROWS,
         "cut_host_error": cut_host_error(Domains(arguments.kinds[0])),
-        **study(arguments.kinds, range(arguments.seeds), results),
+        **study(arguments.kinds, arguments.beside, range(arguments.seeds), results),
     }
     pictured = results.of(Domains("marks"), PICTURED, 0)
     found["along"] = {"method": PICTURED, "held_out": pictured["held_out"], **pictured["along"]}

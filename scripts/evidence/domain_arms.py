@@ -4,8 +4,9 @@
     result = Results(folder).of(data, "low_rank", seed=0)          # from its file, if it was learned before
 
 A LoRA of rank 19 on attention outputs and MLPs gives the budget; the others take the sizes that come nearest to it. All
-see the same batches in the same order, and start as the host: bit for bit. `RATES` are tried by each method at the
-first seed, and the one that its validation part likes best serves all seeds.
+see the same batches in the same order, and start as the host: bit for bit. `RATES` are tried by each method of
+`CHOOSE_RATE` at the first seed, and the one that its validation part likes best serves all seeds; the others learn at
+the first of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from probemon.bem.evaluation.budget import solve
 from probemon.bem.losses import Batch, hooked_codes, recorded_codes
 from probemon.bem.training import TrainSettings, evaluate, fit
 
-N_STEPS, RATES = 100, (1e-2, 3e-2)
+N_STEPS, RATES = 100, (1e-2, 3e-3, 3e-2)
 LORA_RANK = 19
 SAME_SITES = ("o_proj", "down_proj")
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

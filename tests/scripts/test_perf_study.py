@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+import bem_reason
 from perf_study import report
 from perf_study.demo import frontiers, verdicts
 from perf_study.kept import kept
@@ -97,3 +98,27 @@ def test_what_was_kept_is_not_made_again(tmp_path):
     with pytest.raises(ZeroDivisionError):
         kept(tmp_path / "new", "fails", lambda: 1 / 0)
     assert len(list((tmp_path / "new").iterdir())) == 1
+
+
+def test_the_reason_is_what_others_lose_seed_by_seed_and_the_picture_shows_each_token():
+    rows = [
+        {"method": m, "n_trainable": 9, "held_out": dict.fromkeys(("definition", "kinds", "above", "all"), nats + seed)}
+        | ({"held_out_frozen": {"all": nats + 1}, "held_out_shuffled": {"all": nats + 2}} if m == "low_rank" else {})
+        for m, nats in (("low_rank", 3.0), ("lora", 3.25))
+        for seed in range(5)
+    ]
+    lora, routed = (bem_reason.summarised("marks", method, rows) for method in ("lora", "low_rank"))
+    assert lora["over_routed"] == {"mean": 0.25, "low": 0.25, "high": 0.25, "p": 1 / 32, "n": 5}
+    assert lora["nats"]["kinds"] == 5.25 and (routed["frozen"], routed["shuffled"]) == (4.0, 5.0)
+
+    class Tokenizer:
+        def decode(self, ids):
+            return f" <{ids[0]}>" if ids[0] else "\n"
+
+    along = {"word": "a & b"} | {
+        domain: {"ids": list(range(n)), "codes": [[1.0 + i, 1.0] for i in range(n)]}
+        for domain, n in zip(("definition", "kinds", "above"), (6, 5, 4), strict=True)
+    }
+    svg = bem_reason.picture(along, Tokenizer())
+    assert svg.count("<rect") == 1 + 2 * 15 and "&lt;5&gt;" in svg and "a &amp; b" in svg and "<5>" not in svg
+    assert svg.count("↵") == 3 and 'fill-opacity="0.00"' in svg  # a number that is always the same has no colour

@@ -25,16 +25,17 @@ from probemon.bem.config import BemConfig
 from probemon.bem.controller import Controller
 from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks
 from probemon.bem.form_governance import FormGovernor
+from probemon.bem.forwards import Steered
 from probemon.bem.governance import Governor
-from probemon.bem.host_hooks import HostHooks, Steered
+from probemon.bem.host_hooks import HostHooks
 from probemon.bem.int8 import make_int8
-from probemon.bem.saved import check_host, read_saved, write_saved
+from probemon.bem.saved import check_host, check_kept, read_saved, write_saved
 from probemon.bem.sharded import check_spread
 from probemon.bem.sites import device_of, find_sites, make_updates
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import choose_impl
 from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
-from probemon.host.adapters import OWN
+from probemon.host.adapters import KNOWN, OWN
 from probemon.host.cache import n_cached
 from probemon.host.internals import cache_layers, keys_and_values, tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, text_config, unwrap
@@ -90,6 +91,7 @@ class Bem(nn.Module):
         n_ranks = tensor_parallel_size(host)
         check_spread(config, fallback, impl, n_ranks)
         decoder, layers = find_layers(host)
+        KNOWN.add(self)
         # In a tuple: as attributes they would be parts of this module.
         self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
@@ -110,7 +112,7 @@ class Bem(nn.Module):
         self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
         if n_ranks > 1:
             self.governor.host_norm()  # now, with all ranks: later one alone may ask
-        self.steered = Steered()
+        self.steered, self._enabled = Steered(), True
         self._states, self._stack = States(), ExitStack()
         self._hooks: HostHooks | None = None  # while it is attached
 
@@ -127,6 +129,19 @@ class Bem(nn.Module):
         return self._hooks is not None and self._hooks.owner.open
 
     @property
+    def enabled(self) -> bool:
+        """Whether it steers. Set to False, it stays on its host and changes nothing, and caches that are written
+        meanwhile are unknown to it. Raises `BemError` where another adapter steers.
+        """
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        if enabled and self.open:
+            self._check_alone()
+        self._enabled = bool(enabled)
+
+    @property
     def fallbacks(self) -> Fallbacks:
         """What fell back so far."""
         return Fallbacks() if self._guard is None else self._guard.counts
@@ -137,18 +152,23 @@ class Bem(nn.Module):
         return None if self._guard is None else self._guard.breaker
 
     def attach(self) -> Bem:
-        """Put it on its host. Raises `BemError` where another adapter is on it; then nothing is attached."""
-        host, decoder, _ = self._host
+        """Put it on its host. Raises `BemError` where another adapter steers it; then nothing is attached."""
         if self.open:
             return self
-        if decoder in OWN:  # two adapters would both believe that the states they read are the host's own
-            raise BemError(f"an adapter is on this {type(host).__name__} already: detach it first")
+        if self.enabled:
+            self._check_alone()
         with ExitStack() as stack:
             stack.callback(setattr, self, "_hooks", None)
             hooks = HostHooks(self, self._states)
             hooks.attach(stack)
             self._hooks, self._stack = hooks, stack.pop_all()
         return self
+
+    def _check_alone(self) -> None:
+        host, decoder, _ = self._host
+        # Two adapters would both believe that the states they read are the host's own.
+        if any(own.enabled for own in OWN.get(decoder, ()) if own is not self):
+            raise BemError(f"an adapter is on this {type(host).__name__} already: detach it first")
 
     def detach(self) -> None:
         """Take it off its host, and leave nothing there or on caches. Its parameters stay, for another `attach`.
@@ -187,17 +207,7 @@ class Bem(nn.Module):
 
         Raises `BemError` for a parameter that is not finite, or of 8 bits and no int8: what is there stays.
         """
-        for name, tensor in self.state_dict().items():
-            if tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
-                raise BemError(
-                    f"{name} is {tensor.dtype}, which adapters are not kept in, so nothing is saved: save it after "
-                    "bem.float(), or quantize(bem), whose U and V are int8"
-                )
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise BemError(
-                    f"{name} is not finite, so nothing is saved: its training diverged. Go back to parameters from"
-                    " before"
-                )
+        check_kept(self.state_dict())
         write_saved(Path(folder), self.config, self.host, self.sites, self.state_dict())
 
     @classmethod

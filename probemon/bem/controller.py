@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from probemon.bem.config import LEVELS, BemConfig
+from probemon.bem.packing import Packing
 from probemon.bem.state import Carry, ControllerState
 from probemon.errors import ConfigError
 from probemon.host.internals import named_weights
@@ -50,6 +51,7 @@ class Codes:
     `fallback [B, T]` bool: tokens whose codes are not the controller's but the static 1 of a `FallbackPolicy`.
     `sigma1`, `delta_rel_norm` `[B, T]`: sizes of what is applied, after governance (`Governor.sizes`); only where
     somebody has a hook on `Bem.steered`.
+    `packing`: how several sequences lie in the columns of a row, or None.
     """
 
     prefix: Tensor | None
@@ -62,6 +64,7 @@ class Codes:
     fallback: Tensor
     sigma1: Tensor | None = None
     delta_rel_norm: Tensor | None = None
+    packing: Packing | None = None
 
     def by_level(self) -> dict[str, Tensor]:
         """Return the codes `[B, T, r]` of every level that some site uses, in the order of `LEVELS`."""
@@ -80,6 +83,15 @@ class Codes:
         for name, code in others:
             chosen = torch.where((self.level == LEVELS.index(name))[..., None], code, chosen)
         return chosen
+
+    def packed(self, packing: Packing) -> Codes:
+        """Return codes of rows for each sequence as those of the columns that hold them."""
+        of_columns = {
+            field.name: packing.join(value)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **of_columns, packing=packing)
 
     def replace(self, **changes: Tensor) -> Codes:
         """Return these codes with other tensors, as a forward hook on the controller may."""
@@ -153,7 +165,7 @@ class Controller(nn.Module):
         Under level="auto" a state whose level is not decided takes these columns as the prompt.
         """
         if self.config.level == "auto" and state.level is None:
-            state.level = self.decide(real.sum(dim=1))
+            state.level = self.decide((real if state.packing is None else state.packing.real).sum(dim=1))
         return self.route(hidden, real, state) if self.guard is None else self.guard(self, hidden, real, state)
 
     def route(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
@@ -166,23 +178,35 @@ class Controller(nn.Module):
             state.room = int((self.config.chunk_tokens - 1 - before.n % self.config.chunk_tokens).min())
         inside = real.shape[1] <= state.room
         arguments = (before, hidden, real, state.level)
+        fused = fused and state.packing is None
         if fused:
             z, carry, codes = self._step(*arguments)
         elif checkpointed:
             z, carry, codes = checkpoint(
-                self._route, *arguments, not inside, use_reentrant=False, preserve_rng_state=False
+                self._route, *arguments, not inside, state.packing, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            z, carry, codes = self._route(*arguments, not inside)
-        state.append(z, real, carry)  # here and once: the backward pass of a checkpoint runs `_route` again
+            z, carry, codes = self._route(*arguments, not inside, state.packing)
+        read = real if state.packing is None else state.packing.real
+        state.append(z, read, carry)  # here and once: the backward pass of a checkpoint runs `_route` again
         state.room, state.inside = state.room - z.shape[1] if inside else 0, inside
         return codes
 
     def _route(
-        self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None, closes: bool
+        self,
+        before: Carry,
+        hidden: Tensor,
+        real: Tensor,
+        level: Tensor | None,
+        closes: bool,
+        packing: Packing | None,
     ) -> tuple[Tensor, Carry, Codes]:
-        """Features `[B, T, w]`, the carry after them, and codes. It writes to no state."""
+        """Features `[B, T, w]`, the carry after them, and codes. It writes to no state. Of packed sequences features
+        and carry have a row for each.
+        """
         z = self.features(hidden, real)
+        if packing is not None:
+            z, real = packing.split(z), packing.real
         carry, chunks = self.advance(before, z, real, closes)
         rows = torch.arange(len(z), device=z.device)[:, None]
         confidence = torch.where(real, chunks.confidence[rows, chunks.at], 0.0)
@@ -194,7 +218,8 @@ class Controller(nn.Module):
             chunk = torch.where(real[..., None], chunks.code[rows, chunks.at], 0.0)
         if self.token is not None:
             token = self._code(self.token, torch.cat([z, summary], dim=-1), confidence)
-        return z, carry, self._codes(prefix, chunk, token, confidence, before.n, real, level, torch.zeros_like(real))
+        codes = self._codes(prefix, chunk, token, confidence, before.n, real, level, torch.zeros_like(real))
+        return z, carry, codes if packing is None else codes.packed(packing)
 
     def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
         """As `_route`, of one column, by the kernel."""

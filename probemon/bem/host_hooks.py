@@ -23,7 +23,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,17 +30,18 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from probemon.bem.controller import Codes
+from probemon.bem.checkpoints import Checkpoints
 from probemon.bem.forms.form import Form
 from probemon.bem.forms.make import steer
+from probemon.bem.forwards import Forward, check_no_recurrent_state, real_columns
+from probemon.bem.packing import packing_of
 from probemon.bem.sites import Site, SiteUpdate
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import generated_update
-from probemon.errors import AlignmentError, BemError, BemStateError, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import BemError, BemStateError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
 from probemon.host.internals import (
-    attention_kind,
     forget_hook_free_graphs,
     has_forward_hooks,
     shadow_compiled_call,
@@ -59,28 +59,6 @@ LOG = logging.getLogger("probemon")
 _ZEROS = torch.finfo(torch.float32).tiny  # an eps by which rows of zeros are left out, and no others that matter
 
 
-@dataclass(eq=False)
-class _Forward:
-    """One forward of the decoder; `applied`: codes `[B * T, r]` by site key, once the controller has run."""
-
-    cache: Any
-    state: ControllerState
-    real: Tensor
-    applied: dict[str, Tensor] | None = None
-    sparse: bool = False  # whether codes of zeros mark updates that are left out
-    reached: set[Site] = field(default_factory=set)
-
-
-class Steered(nn.Module):
-    """Passes on the codes of a forward, with the sizes of what is applied, to whoever puts a hook on it. Without a hook
-    it is not called.
-    """
-
-    def forward(self, codes: Codes, sizes: tuple[Tensor, Tensor]) -> Codes:
-        sigma1, relative = (size.view(codes.level.shape) for size in sizes)
-        return codes.replace(sigma1=sigma1, delta_rel_norm=relative)
-
-
 class _Owner:
     """Says to the shadows whether the adapter is on. They do not ask the adapter, which would keep the host alive."""
 
@@ -93,11 +71,12 @@ class _ThreadState(threading.local):
     """
 
     def __init__(self) -> None:
-        self.forward: _Forward | None = None
+        self.forward: Forward | None = None
         self.generations: list[Tensor | None] = []
         self.prepared = False  # generate() has prepared a forward that has not begun
         self.mask: Any = None  # its 2D mask
         self.first = False  # no forward of the innermost generate() has begun
+        self.by_leaf = False  # a layer is run again whose codes' gradients end there
 
 
 class HostHooks:
@@ -108,6 +87,7 @@ class HostHooks:
         self._host, self._decoder, self._layers = bem._host
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
         self._groups = {site.chunked for site in bem.sites}
+        self._checkpoints = Checkpoints(self._layers[bem.config.read_layer :], self._run_within, self._read)
         # Another one each time: a shadow of an earlier time may lie under someone else's, and must not wake up.
         self.owner, self._thread = _Owner(), _ThreadState()
         self._lock, self.n_generating = threading.Lock(), 0
@@ -122,12 +102,15 @@ class HostHooks:
         owner.open = True
         stack.callback(setattr, owner, "open", False)
         stack.callback(self._states.clear)
-        OWN[decoder] = weakref.ref(bem)
-        stack.callback(OWN.pop, decoder, None)
+        stack.callback(self._checkpoints.leave)
+        OWN.setdefault(decoder, weakref.WeakSet()).add(bem)
+        stack.callback(OWN[decoder].discard, bem)
         stack.callback(decoder.register_forward_hook(_hook(self._close_forward)).remove)
         for site in bem.sites:
             steer = partial(self._steer, site, cast(SiteUpdate | Form, bem.updates[site.key]))
-            stack.callback(site.module.register_forward_hook(_hook(steer), with_kwargs=True).remove)
+            # Before others' hooks: whoever reads a site reads what is steered, in whatever order they came.
+            handle = site.module.register_forward_hook(_hook(steer), with_kwargs=True, prepend=True)
+            stack.callback(handle.remove)
         read_layer = self._layers[bem.config.read_layer]
         stack.callback(read_layer.register_forward_pre_hook(_hook(self._run_controller), with_kwargs=True).remove)
         stack.callback(decoder.register_forward_pre_hook(_hook(self._open_forward), with_kwargs=True).remove)
@@ -197,72 +180,57 @@ class HostHooks:
     # -- one forward -----------------------------------------------------------------------------
 
     def _open_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._thread.forward = None
+        thread, bem = self._thread, self._bem
+        thread.forward = None
         inputs = {**dict(zip(self._signature, args, strict=False)), **kwargs}
-        self._check_supported(inputs)
-        tokens: Tensor = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+        checkpointed = self._checkpoints.used(decoder)
         cache = inputs.get("past_key_values")
         start = 0 if cache is None else n_cached(cache, inputs)
+        if not bem.enabled:
+            self._states.forget(cache)  # what is written now is unknown to the controller
+            thread.forward = Forward(off=True)
+        else:
+            thread.forward = self._forward_of(inputs, cache, start)
+        thread.prepared = thread.first = False
+        if checkpointed:
+            if self._controller.guard is not None:
+                raise BemError(
+                    "gradient checkpointing of the host runs layers again with the codes of their forward, and with a"
+                    " FallbackPolicy these may be nobody's: attach without fallback= to train"
+                )
+            self._checkpoints.follow(thread.forward)
+
+    def _forward_of(self, inputs: Mapping[str, Any], cache: Any, start: int) -> Forward:
+        thread = self._thread
+        check_no_recurrent_state(inputs)
+        tokens: Tensor = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
         n_rows, n_tokens = tokens.shape[:2]
-        mask, state = inputs.get("attention_mask"), self._state_at(cache, start, n_rows)
+        packing = packing_of(self._host, inputs)
+        mask, device = inputs.get("attention_mask"), self._controller.query.device
+        if packing is not None:
+            if self._controller.guard is not None:
+                raise NotSupportedDecoding(
+                    "several sequences packed in one row are not supported with a FallbackPolicy: attach without "
+                    "fallback=, or give each sequence a row"
+                )
+            packing = packing.to(device)
+            state = ControllerState(len(packing.real), packing=packing)
+            return Forward(cache, state, torch.ones(n_rows, n_tokens, dtype=torch.bool, device=device))
+        state = self._state_at(cache, start, n_rows)
         real = self._real_columns(mask, n_rows, start, n_tokens)
         # Within a generate() masks only grow; before it a row may have ended early, and what it was fed is masked now.
-        if start and mask is not None and (self._thread.first or not self._thread.generations):
+        if start and mask is not None and (thread.first or not thread.generations):
             state.mask(self._real_columns(mask, n_rows, 0, start))
-        self._thread.prepared = self._thread.first = False
-        self._thread.forward = _Forward(cache, state, real)
-
-    def _check_supported(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse forwards in which it is unknown where each sequence begins, or in which layers run twice."""
-        for name, what in (
-            ("cu_seq_lens_q", "several sequences packed in one row"),
-            ("cache_params", "a recurrent state in place of a cache"),
-        ):
-            if inputs.get(name) is not None:
-                raise NotSupportedDecoding(
-                    f"{what} ({name}) is not supported under an adapter: where each sequence begins is not said. Give"
-                    " one a row, or detach"
-                )
-        if self._packed(inputs.get("position_ids"), inputs.get("attention_mask")):
-            raise NotSupportedDecoding(
-                "position_ids that do not rise by one, without an attention mask, are several sequences packed in one"
-                " row, and codes would go on from one to the next: give each sequence a row, with a 2D attention mask"
-            )
-        if self._decoder.training and any(
-            getattr(module, "gradient_checkpointing", False) for module in (self._decoder, *self._layers)
-        ):
-            raise BemError(
-                "gradient checkpointing runs the host's layers again outside of its forward, where codes are unknown:"
-                " disable it on the host"
-            )
-
-    def _packed(self, positions: Any, mask: Any) -> bool:
-        """Whether the host may tell sequences of one row apart by their positions: without a mask, or where flash
-        attention drops one that hides nothing.
-        """
-        if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
-            return False
-        flash = attention_kind(self._host.config).startswith("flash")
-        unmasked = mask is None or (flash and isinstance(mask, Tensor) and bool((mask != 0).all()))
-        return unmasked and bool((positions.diff(dim=1) != 1).any())
+        return Forward(cache, state, real)
 
     def _real_columns(self, mask: Any, n_rows: int, start: int, n_tokens: int) -> Tensor:
         """Which of this forward's columns are tokens `[B, T]` bool."""
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-            if not self._thread.prepared:
-                raise NotSupportedDecoding(
-                    "an attention mask that is not 2D hides which columns are padding: give a 2D one"
-                )
-            mask = self._thread.mask  # generate() made the other one from this
         device = self._controller.query.device
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2) and self._thread.prepared:
+            mask = self._thread.mask  # generate() made the other one from this
         if mask is None:
             return torch.ones(n_rows, n_tokens, dtype=torch.bool, device=device)
-        if mask.shape[0] != n_rows or mask.shape[1] < start + n_tokens:
-            raise AlignmentError(
-                f"attention mask of shape {tuple(mask.shape)} for {n_rows} rows that end at column {start + n_tokens}:"
-                " padding cannot be told apart"
-            )
-        return (mask[:, start : start + n_tokens] != 0).to(device)
+        return real_columns(mask, n_rows, start, n_tokens).to(device)
 
     def _state_at(self, cache: Any, start: int, n_rows: int) -> ControllerState:
         """The state to go on from at column `start`; a new one at column 0."""
@@ -287,9 +255,18 @@ class HostHooks:
             known.truncate(start)  # the controller reads what is left again
         return known
 
-    def _run_controller(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _run_controller(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = self._current_forward()
+        if forward.off or forward.applied is not None:  # before a checkpoint that has this hook within
+            return None
+        if args:
+            return (self._read(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._read(kwargs["hidden_states"])}
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """Run the controller on what its layer is given; return what the layer is to be given."""
         bem, forward, controller = self._bem, self._current_forward(), self._controller
-        hidden = args[0] if args else kwargs["hidden_states"]
+        assert forward.real is not None and forward.state is not None
         with _own_precision(hidden.device):
             codes = controller(hidden.to(controller.query.device), forward.real, forward.state)
             by_group = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in self._groups}
@@ -301,6 +278,22 @@ class HostHooks:
                 forward.applied, forward.sparse = bem.governor.leave_out(forward.applied, eps), True
             if has_forward_hooks(bem.steered):
                 bem.steered(codes, bem.governor.sizes(forward.applied))
+        checkpointed = torch.is_grad_enabled() and self._checkpoints.used(self._decoder)
+        return self._checkpoints.with_gradients(forward, hidden) if checkpointed else hidden
+
+    def _run_within(self, forward: Forward, by_leaf: bool, what: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a part of a forward, now or in the backward pass, in whatever thread that runs."""
+        if not self.owner.open:
+            raise BemError(
+                "the backward pass runs the host's layers again (gradient checkpointing), and the adapter that was on"
+                " them is off: detach it, or set another one, after the backward pass"
+            )
+        thread = self._thread
+        before, thread.forward, thread.by_leaf = (thread.forward, thread.by_leaf), forward, by_leaf
+        try:
+            return what(*args)
+        finally:
+            thread.forward, thread.by_leaf = before
 
     def _steer(
         self,
@@ -312,13 +305,16 @@ class HostHooks:
         output: Any,
     ) -> Any:
         forward, config = self._current_forward(), self._bem.config
-        if forward.applied is None:
+        if forward.off:
+            return output
+        if forward.applied is None or forward.real is None:
             raise BemError(
                 f"site {site.name} ran before layer {config.read_layer}, which the controller reads: choose an"
                 " earlier read_layer"
             )
         x = args[0] if args else kwargs["hidden_states"]
-        (n_in, n_out), code = site.sizes_here, forward.applied[site.key].to(x.device)
+        code = forward.leaf(site.key) if self._thread.by_leaf else forward.applied[site.key]
+        (n_in, n_out), code = site.sizes_here, code.to(x.device)
         x = x.reshape(-1, n_in)
         with_routing = isinstance(output, tuple)  # of some mixtures of experts
         base = output[0] if with_routing else output
@@ -355,6 +351,8 @@ class HostHooks:
     def _close_forward(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         forward, read_layer = self._current_forward(), self._bem.config.read_layer
         self._thread.forward = None
+        if forward.off or forward.state is None:
+            return
         n_layers = int(text_config(self._host).num_hidden_layers)  # fewer while drafts are made by the first of them
         if n_layers <= read_layer:
             raise NotSupportedDecoding(
@@ -373,8 +371,10 @@ class HostHooks:
             if isinstance(cache, Cache):
                 self._states.put(cache, forward.state)
 
-    def _current_forward(self) -> _Forward:
+    def _current_forward(self) -> Forward:
         forward = self._thread.forward
+        if forward is None and not self._bem.enabled:
+            return Forward(off=True)
         if forward is None:
             raise BemError(
                 "a layer of the host ran outside of a forward of its decoder: its tokens have no codes. Detach to run"

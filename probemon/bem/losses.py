@@ -93,11 +93,15 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
     with frozen(bem.host), recorded_codes(bem) as recorded:
         logits: Tensor = bem.host(**inputs, use_cache=False).logits
     real, taken = real_tokens(batch), codes_taken(bem, recorded[-1])
+    packing = recorded[-1].packing
     if not bool(real.any()):
         raise ConfigError("a batch has no token, only padding: leave it out")
     terms: dict[str, Tensor] = {}
     if weights.lm:
-        targets = next_labels(batch["input_ids"] if labels is None else labels, real).flatten()
+        targets = next_labels(batch["input_ids"] if labels is None else labels, real)
+        if packing is not None:  # the first token of a sequence is not foretold by another sequence
+            targets = targets.masked_fill(packing.starts[:, 1:].to(targets.device), -100)
+        targets = targets.flatten()
         if not bool((targets != -100).any()):
             raise ConfigError(
                 "a batch has no label behind a token, so there is nothing to predict: leave it out, or give"
@@ -106,6 +110,8 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), targets, ignore_index=-100)
     if weights.kl:
         terms["kl"] = kl_to_base(logits, base_logits(bem, inputs), real)
+    if packing is not None:  # what follows asks which token comes after which
+        real, taken = packing.real, {chunked: packing.split(codes) for chunked, codes in taken.items()}
     if weights.entropy:
         terms["entropy"] = _mean(share_entropy(codes, real) for codes in taken.values())
     if weights.update:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import Cache
 
 from probemon.bem.config import LEVELS
+from probemon.bem.packing import Packing
 from probemon.errors import BemStateError
 
 
@@ -56,11 +57,12 @@ class ControllerState:
     """What was read of one batch of sequences: `n_rows` and `n_columns` so far, and `level [B]` int64 where it was
     decided once, else None.
 
+    `packing`: where the columns of one forward are those of several sequences, how; there is a row here for each.
     `carry` is None until something was read, and after columns were cut off or only fed: the history then has it.
     """
 
-    def __init__(self, n_rows: int, level: Tensor | None = None) -> None:
-        self.n_rows, self.level = n_rows, level
+    def __init__(self, n_rows: int, level: Tensor | None = None, packing: Packing | None = None) -> None:
+        self.n_rows, self.level, self.packing = n_rows, level, packing
         self.carry: Carry | None = None
         self.inside = False  # whether the last forward was known to complete no chunk
         # Tokens that every row can take, at least, before one completes a chunk: so long nothing of chunks is computed.
@@ -183,10 +185,16 @@ class States:
     def clear(self) -> None:
         """Forget every state and follow no cache any more."""
         for cache in list(self._by_cache):
-            for name in _FOLLOWED:
-                if isinstance(vars(cache).get(name), _Follower):
-                    del vars(cache)[name]
-        self._by_cache.clear()
+            self.forget(cache)
+
+    def forget(self, cache: Any) -> None:
+        """Forget the state of a cache, if there is one, and follow it no more."""
+        if not isinstance(cache, Cache) or self._by_cache.pop(cache, None) is None:
+            return
+        for name in _FOLLOWED:
+            follower = vars(cache).get(name)
+            if isinstance(follower, _Follower) and follower.states is self:
+                del vars(cache)[name]
 
     def follow_call(self, cache: Cache, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Move the rows of a cache's state as the cache's method `name` has moved its own."""
@@ -217,14 +225,14 @@ class _Follower:
     """
 
     def __init__(self, states: States, cache: Cache, name: str) -> None:
-        self._states, self._cache, self._name = states, weakref.ref(cache), name
+        self.states, self._cache, self._name = states, weakref.ref(cache), name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = self._cache()
         if cache is None:
             raise BemStateError(f"{self._name} of a cache that is gone: copy a cache by copy.deepcopy")
         result = getattr(type(cache), self._name)(cache, *args, **kwargs)
-        self._states.follow_call(cache, self._name, args, kwargs)
+        self.states.follow_call(cache, self._name, args, kwargs)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -239,5 +247,5 @@ class _Follower:
         copied = memo.get(id(cache))  # copy.deepcopy makes the object before its attributes
         if cache is None or copied is None:
             return self
-        self._states.follow_copy(cache, copied)
-        return _Follower(self._states, copied, self._name)
+        self.states.follow_copy(cache, copied)
+        return _Follower(self.states, copied, self._name)

@@ -251,10 +251,15 @@ class Objective(nn.Module):
         self.register_buffer(STATED, settings_tensor(bem.config, bem.host, bem.sites))
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """As `adapter_losses`."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        inputs: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        inputs["position_ids"] = position_ids
         losses = adapter_losses(self.bem, {name: x for name, x in inputs.items() if x is not None}, self.weights)
         return {"loss": losses.total, "logits": losses.logits}
 

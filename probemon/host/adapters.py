@@ -1,7 +1,7 @@
 """Adapters: what is on a host beside its own weights, by which the same tokens come to other states.
 
 needs_its_wrapper(model, host)     # whether its decoder alone would run without an adapter that is on
-OWN[decoder] = weakref.ref(bem)    # an adapter of probemon.bem, while it is on
+OWN[decoder]                       # the adapters of probemon.bem that are on it
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from probemon.host.internals import uncompiled, xlora_behind, xlora_rehearses
 
 
 class Own(Protocol):
-    """An adapter of `probemon.bem`."""
+    """An adapter of `probemon.bem`; `enabled`: whether it steers."""
+
+    enabled: bool
 
     def settings(self) -> Mapping[str, Any]:
         """What its host's states depend on beside its tensors, as JSON takes it."""
@@ -28,15 +30,17 @@ class Own(Protocol):
 
 
 OWN_NAME = "bem"
-OWN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # by decoder
+KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of them, on a host or off
+# Those on a host, by its decoder. Several may be, of which one steers.
+OWN: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def own_of(host: Any) -> Own | None:
-    """The adapter of `probemon.bem` that is on a host."""
+    """The adapter of `probemon.bem` that steers a host."""
     if not OWN:
         return None
-    references = (OWN.get(module) for module in host.modules())
-    return next((own for reference in references if reference is not None and (own := reference()) is not None), None)
+    adapters = (own for module in host.modules() for own in OWN.get(module, ()))
+    return next((own for own in adapters if own.enabled), None)
 
 
 def needs_its_wrapper(model: Any, host: Any) -> bool:

@@ -160,6 +160,16 @@ def tensor_parallel_size(model: Any) -> int:
     return int(getattr(model, "tp_size", None) or 1)
 
 
+def checkpoint_function(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return the function by which a layer runs itself under gradient checkpointing, `_gradient_checkpointing_func`."""
+    return vars(layer).get("_gradient_checkpointing_func")
+
+
+def set_checkpoint_function(layer: nn.Module, function: Callable[..., Any]) -> None:
+    """Put another `_gradient_checkpointing_func` into a layer."""
+    vars(layer)["_gradient_checkpointing_func"] = function
+
+
 def generation_config(model: Any, config: Any, options: Mapping[str, Any]) -> Any:
     """Return what `generate()` will run by, from `_prepare_generation_config`, which it calls first."""
     return model._prepare_generation_config(config, **options)[0]
@@ -318,6 +328,23 @@ def is_warm_up(request_id: str) -> bool:
 def has_accelerate_hook(module: nn.Module) -> bool:
     """Whether accelerate moves a module's weights or inputs around its forward, by `_hf_hook`."""
     return hasattr(module, "_hf_hook")
+
+
+def add_peft_type(name: str) -> Any:
+    """Return PEFT's type of a name, added where it is missing: `register_peft_method` takes only names in `PeftType`,
+    an enumeration that nothing public adds to.
+    """
+    from peft.utils.peft_types import PeftType
+
+    if name not in PeftType.__members__:
+        member: Any = str.__new__(PeftType, name)
+        member._name_ = member._value_ = name
+        member._sort_order_ = len(PeftType.__members__)
+        PeftType._member_names_.append(name)
+        PeftType._member_map_[name] = member
+        PeftType._value2member_map_[name] = member
+        type.__setattr__(PeftType, name, member)
+    return PeftType[name]
 
 
 def is_tuner_class(kind: type) -> bool:

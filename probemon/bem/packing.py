@@ -1,0 +1,153 @@
+"""Packing: several sequences in one row of a forward, each with codes of its own, as if it were alone.
+
+    packing = packing_of(host, inputs)                # None where each row is one sequence
+    packing.split(z)                                  # [B, T, w] -> [S, L, w]: a row for each of S sequences
+    packing.join(codes)                               # [S, L, r] -> [B, T, r]
+
+A sequence begins where `position_ids` begin again at 0, or where `cu_seq_lens_q` says so to an attention that reads it.
+What the host itself does not keep apart is refused: its attention would go from one sequence to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.errors import NotSupportedDecoding
+from probemon.host.internals import attention_kind, is_stateful
+
+_REMEDY = "give each sequence a row of its own, with a 2D attention mask"
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # flash attention reads all or none
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """S sequences in the columns of B rows, the longest of L tokens.
+
+    `starts [B, T]` bool: where one begins.
+    `real [S, L]` bool: which places of the rows that `split` makes are tokens.
+    `taken [S, L]` int64: which of the B * T columns stands at each, any of them beyond a sequence's end.
+    `places [B * T]` int64: at which of the S * L places each column stands.
+    """
+
+    starts: Tensor
+    real: Tensor
+    taken: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, starts: Tensor) -> Packing:
+        """Make it from where sequences begin `[B, T]` bool; one begins in column 0 of every row."""
+        flat = starts.flatten()
+        begins = flat.nonzero()[:, 0]
+        lengths = torch.diff(begins, append=begins.new_tensor([len(flat)]))
+        offsets = torch.arange(int(lengths.max()), device=flat.device)
+        taken = (begins[:, None] + offsets).clamp(max=len(flat) - 1)
+        number = flat.cumsum(0) - 1
+        places = number * len(offsets) + torch.arange(len(flat), device=flat.device) - begins[number]
+        return cls(starts, offsets < lengths[:, None], taken, places)
+
+    def to(self, device: torch.device) -> Packing:
+        """Return it on a device."""
+        return Packing(*(x.to(device) for x in (self.starts, self.real, self.taken, self.places)))
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return `[S, L, ..]` of `[B, T, ..]`; beyond a sequence's end stands what is no token of it."""
+        return x.flatten(0, 1)[self.taken]
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return `[B, T, ..]` of `[S, L, ..]`."""
+        return x.flatten(0, 1)[self.places].unflatten(0, self.starts.shape)
+
+
+def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
+    """Return how the inputs of one forward of a host's decoder are packed; None where each row is one sequence. Raises
+    `NotSupportedDecoding` where the host would not keep sequences apart, or where they begin is not known.
+    """
+    positions, lengths = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+    tokens: Tensor = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+    flash = attention_kind(host.config).startswith("flash")
+    by_position = _tells_rows_apart(positions, inputs.get("attention_mask"), flash)
+    if lengths is None and not by_position:
+        return None
+    starts = None
+    if by_position:
+        starts = _starts_by_position(positions).expand(tokens.shape[:2])
+    if lengths is not None:
+        told = _starts_by_lengths(lengths, tokens)
+        if starts is None and not (flash and all(inputs.get(name) is not None for name in _VARLEN)):
+            raise NotSupportedDecoding(
+                "several sequences packed in one row (cu_seq_lens_q) are told apart by position_ids that begin again "
+                f"at 0 with each, which this attention ({attention_kind(host.config)}) reads: give these too, without "
+                f"an attention mask, or {_REMEDY}"
+            )
+        if starts is not None and not torch.equal(starts, told):
+            raise NotSupportedDecoding(
+                "several sequences packed in one row begin elsewhere by position_ids than by cu_seq_lens_q: give the "
+                "same of both"
+            )
+        starts = told
+    _check_host(host, inputs, flash, tokens)
+    return Packing.of(starts)
+
+
+def _tells_rows_apart(positions: Any, mask: Any, flash: bool) -> bool:
+    """Whether the host may tell sequences of one row apart by their positions: without a mask, or where flash attention
+    drops one that hides nothing.
+    """
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
+        return False
+    unmasked = mask is None or (flash and isinstance(mask, Tensor) and bool((mask != 0).all()))
+    return unmasked and bool((positions.diff(dim=1) != 1).any())
+
+
+def _starts_by_position(positions: Tensor) -> Tensor:
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff(dim=1) != 1
+    if bool((positions[starts] != 0).any()):
+        raise NotSupportedDecoding(
+            "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row,"
+            f" and here one of them does not begin at 0, so that where it begins is a guess: {_REMEDY}"
+        )
+    return starts
+
+
+def _starts_by_lengths(lengths: Any, tokens: Tensor) -> Tensor:
+    n = tokens.shape[0] * tokens.shape[1]
+    ends = lengths.flatten().to(tokens.device) if isinstance(lengths, Tensor) else None
+    if (
+        ends is None
+        or tokens.shape[0] != 1
+        or len(ends) < 2
+        or int(ends[0]) != 0
+        or int(ends[-1]) != n
+        or bool((ends.diff() <= 0).any())
+    ):
+        raise NotSupportedDecoding(
+            f"several sequences packed in one row (cu_seq_lens_q) of {tokens.shape[0]} rows and {tokens.shape[1]} "
+            f"columns: expected one row, and where each begins, rising from 0 to {tokens.shape[1]}; else {_REMEDY}"
+        )
+    starts = torch.zeros(1, n, dtype=torch.bool, device=tokens.device)
+    starts[0, ends[:-1].long()] = True
+    return starts
+
+
+def _check_host(host: Any, inputs: Mapping[str, Any], flash: bool, tokens: Tensor) -> None:
+    """Refuse what the host would not keep apart, whatever where sequences begin."""
+    packed = "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row"
+    use_cache = inputs.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(host.config, "use_cache", False)
+    if inputs.get("past_key_values") is not None or use_cache:
+        raise NotSupportedDecoding(
+            f"{packed}, and with a cache the host's attention goes from one to the next: give use_cache=False and no "
+            f"cache, or {_REMEDY}"
+        )
+    if is_stateful(host):
+        raise NotSupportedDecoding(f"{packed}, and the state of a recurrent host goes from one to the next: {_REMEDY}")
+    if flash and len(tokens) != 1:
+        raise NotSupportedDecoding(f"{packed}, and flash attention tells those of one row alone apart: {_REMEDY}")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site, find_sites
 from probemon.core.files import save_tensors, sha256, write_text_atomically
-from probemon.errors import BemFileError, ConfigError, HostMismatch
+from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch
 from probemon.host.fingerprint import fingerprint
 from probemon.host.internals import tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size
@@ -68,21 +68,37 @@ class Saved:
         """
         own = module.state_dict()
         tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in own}
-        shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, tensors)]
-        wrong = [name for name in {*own, *tensors} if shapes[0].get(name) != shapes[1].get(name)]
-        if wrong:
-            raise BemFileError(
-                f"{self.weights}: tensor {min(wrong)!r} is missing, unknown or of another shape than its settings "
-                f"say: {_AGAIN}"
-            )
-        for name, tensor in tensors.items():
-            if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
-                raise BemFileError(
-                    f"{self.weights}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: {_AGAIN}"
-                )
+        check_tensors(self.weights, own, tensors)
         with torch.inference_mode(False):  # what was read in that mode cannot learn; its copies outside of it can
             copies = {name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}
             module.load_state_dict(copies, assign=True)
+
+
+def check_tensors(where: object, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Raise `BemFileError` where names, shapes or kinds of numbers are not those of an adapter's `own` tensors."""
+    shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, tensors)]
+    wrong = [name for name in {*own, *tensors} if shapes[0].get(name) != shapes[1].get(name)]
+    if wrong:
+        raise BemFileError(
+            f"{where}: tensor {min(wrong)!r} is missing, unknown or of another shape than its settings say: {_AGAIN}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
+            raise BemFileError(f"{where}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: {_AGAIN}")
+
+
+def check_kept(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `BemError` for a parameter that is not finite, or of 8 bits and no int8."""
+    for name, tensor in tensors.items():
+        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
+            raise BemError(
+                f"{name} is {tensor.dtype}, which adapters are not kept in, so nothing is saved: save it after "
+                "bem.float(), or quantize(bem), whose U and V are int8"
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BemError(
+                f"{name} is not finite, so nothing is saved: its training diverged. Go back to parameters from before"
+            )
 
 
 def write_saved(
@@ -196,16 +212,23 @@ def _read_checkpoint(folder: Path) -> Saved:
         raise BemFileError(
             f"{folder} has no {SETTINGS}, and its {CHECKPOINT} does not state the settings of an adapter: {remedy}"
         )
-    try:
-        settings = json.loads(bytes(stated.flatten().tolist()))
-    except (RecursionError, ValueError) as error:
-        raise BemFileError(f"{weights}: its settings cannot be read as JSON ({error}): {_AGAIN}") from None
-    _check_format(weights, settings)
-    if not _has_config_and_sites(settings):
-        raise BemFileError(f"{weights}: config, or host with its sites, is missing: {_AGAIN}")
+    settings = read_settings(weights, bytes(stated.flatten().tolist()))
     config = _read_config(weights, settings["config"])
     tensors = {name.removeprefix(OF_OBJECTIVE): tensor for name, tensor in tensors.items()}
     return Saved(folder, weights, config, settings["host"], tensors)
+
+
+def read_settings(where: object, text: bytes) -> dict[str, Any]:
+    """Return the settings of `settings_tensor` from its bytes. Raises `BemFileError`."""
+    try:
+        settings = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise BemFileError(f"{where}: its settings cannot be read as JSON ({error}): {_AGAIN}") from None
+    _check_format(where, settings)
+    if not _has_config_and_sites(settings):
+        raise BemFileError(f"{where}: config, or host with its sites, is missing: {_AGAIN}")
+    found: dict[str, Any] = settings
+    return found
 
 
 def _has_config_and_sites(settings: Mapping[str, Any]) -> bool:
@@ -213,7 +236,7 @@ def _has_config_and_sites(settings: Mapping[str, Any]) -> bool:
     return isinstance(config, dict) and isinstance(host, dict) and isinstance(host.get("sites"), dict)
 
 
-def _check_format(path: Path, settings: Any) -> None:
+def _check_format(path: object, settings: Any) -> None:
     if not isinstance(settings, dict) or settings.get("format") != FORMAT:
         stated = settings.get("format") if isinstance(settings, dict) else type(settings).__name__
         raise BemFileError(f"{path}: format is {stated!r}, expected {FORMAT!r}")
@@ -255,26 +278,33 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 
 
 def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
-    """Raise `HostMismatch` where the adapter does not fit; warn of another checkpoint, or raise if `strict`."""
+    """As `check_fit`, of a saved adapter."""
+    check_fit(saved.folder, saved.host, saved.config, model, strict=strict, stacklevel=5)
+
+
+def check_fit(
+    where: object, stated_host: Mapping[str, Any], config: BemConfig, model: Any, *, strict: bool, stacklevel: int = 3
+) -> None:
+    """Raise `HostMismatch` where an adapter does not fit; warn of another checkpoint, or raise if `strict`."""
     _, layers = find_layers(model)
     for key, value in (("hidden_size", hidden_size(model)), ("n_layers", len(layers))):
-        if saved.host.get(key) != value:
+        if stated_host.get(key) != value:
             raise HostMismatch(
-                f"{saved.folder} was made for {saved.host.get('model')} with {key} {saved.host.get(key)}, this"
+                f"{where} was made for {stated_host.get('model')} with {key} {stated_host.get(key)}, this"
                 f" {type(model).__name__} has {value}"
             )
-    for site in find_sites(model, saved.config):
-        stated = saved.host["sites"].get(site.name)
+    for site in find_sites(model, config):
+        stated = stated_host["sites"].get(site.name)
         if stated != [site.n_in, site.n_out]:
             raise HostMismatch(
-                f"{saved.folder} has site {site.name} of {stated} values in and out, this"
+                f"{where} has site {site.name} of {stated} values in and out, this"
                 f" {type(model).__name__} of {[site.n_in, site.n_out]}"
             )
-    if saved.host.get("fingerprint") != fingerprint(model):
+    if stated_host.get("fingerprint") != fingerprint(model):
         problem = (
-            f"{saved.folder} was made for a {saved.host.get('model')} of other weights: what it steers towards may be"
+            f"{where} was made for a {stated_host.get('model')} of other weights: what it steers towards may be"
             " something else"
         )
         if strict:
             raise HostMismatch(f"{problem}. Load the model it was made for, or attach without strict=True")
-        warnings.warn(problem, UserWarning, stacklevel=4)
+        warnings.warn(problem, UserWarning, stacklevel=stacklevel)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probemon.host.adapters import OWN_NAME, own_of
+from probemon.host.adapters import KNOWN, OWN_NAME, own_of
 from probemon.host.internals import is_wrapping_tensor, uncompiled, without_wrappers, wrapped_by_adapter
 from probemon.host.model import text_config
 
@@ -135,7 +135,8 @@ def adapters_fingerprint(model: Any, host: Any) -> str:
 def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
     """All that adapters are, by name."""
     own, inside, adapters = own_of(host), set(host.modules()), _of_adapters(host)
-    # X-LoRA decides outside of its host.
+    # X-LoRA decides outside of its host; a routed adapter counts where it steers, in whatever it is kept.
+    inside |= {part for module in model.modules() if module in KNOWN for part in module.modules()}
     around = [(name, module) for name, module in model.named_modules() if module not in inside]
     for prefix, module in [*host.named_modules(), *around]:
         with _in_memory(module):

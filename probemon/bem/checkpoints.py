@@ -14,7 +14,7 @@ controller read: the backward pass comes to that place after all layers that too
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class Checkpoints:
     """
 
     def __init__(self, layers: Sequence[nn.Module], run: Run, read: Callable[[Tensor], Tensor]) -> None:
-        self._layers, self._run, self._read = list(layers), run, read
+        self._layers, self.run, self._read = list(layers), run, read
         self._shadowed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def used(self, decoder: nn.Module) -> bool:
@@ -55,18 +55,26 @@ class Checkpoints:
     def follow(self, forward: Forward) -> None:
         """Bind what the layers of this forward run again to it."""
         for layer in self._layers:
-            function = checkpoint_function(layer)
-            own = function.function if isinstance(function, _Bound) else function
-            read = self._read if layer is self._layers[0] else None
-            set_checkpoint_function(layer, _Bound(own, forward, self._run, read))
-            self._shadowed.add(layer)
+            bound = next((one for one in _chain(layer) if one.owner is self), None)
+            if bound is None:
+                function = checkpoint_function(layer)
+                assert function is not None
+                bound = _Bound(self, function, self._read if layer is self._layers[0] else None)
+                set_checkpoint_function(layer, bound)
+                self._shadowed.add(layer)
+            bound.forward = forward
 
     def leave(self) -> None:
-        """Give every layer its own function again."""
+        """Take what was put before the layers' own functions away again."""
         for layer in self._shadowed:
-            function = checkpoint_function(layer)
-            if isinstance(function, _Bound):
-                set_checkpoint_function(layer, function.function)
+            above: _Bound | None = None
+            for bound in _chain(layer):
+                if bound.owner is not self:
+                    above = bound
+                elif above is None:
+                    set_checkpoint_function(layer, bound.function)
+                else:  # of another adapter on this host
+                    above.function = bound.function
         self._shadowed.clear()
 
     @staticmethod
@@ -78,20 +86,31 @@ class Checkpoints:
 
 
 class _Bound:
-    """A layer's checkpoint function, for the layers of one forward."""
+    """A layer's checkpoint function, for the layers of one adapter's newest `forward`."""
+
+    forward: Forward
 
     def __init__(
-        self, function: Callable[..., Any], forward: Forward, run: Run, read: Callable[[Tensor], Tensor] | None
+        self, owner: Checkpoints, function: Callable[..., Any], read: Callable[[Tensor], Tensor] | None
     ) -> None:
-        self.function, self._forward, self._run, self._read = function, forward, run, read
+        self.owner, self.function, self._read = owner, function, read
 
     def __call__(self, what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._read is not None and self._forward.applied is None and not self._forward.off:
+        forward = self.forward
+        if self._read is not None and forward.applied is None and not forward.off:
             args = (self._read(args[0]), *args[1:])
-        return self.function(_Again(what, self._forward, self._run), *args, **kwargs)
+        return self.function(_Again(what, forward, self.owner.run), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise BemError("a host that is trained with an adapter on it cannot be copied: detach first")
+
+
+def _chain(layer: nn.Module) -> Iterator[_Bound]:
+    """What stands before a layer's own function, the outermost first."""
+    function = checkpoint_function(layer)
+    while isinstance(function, _Bound):
+        yield function
+        function = function.function
 
 
 class _Again:

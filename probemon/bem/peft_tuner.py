@@ -35,8 +35,11 @@ try:
     from peft import PeftConfig
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.peft_types import register_peft_method
+
+    if not hasattr(BaseTuner, "_remap_adapter_state_dict_for_load"):  # by which a tuner says what its files hold
+        raise ImportError("an older peft")
 except ImportError as missing:
-    raise MissingExtra("a routed adapter in PEFT needs peft: pip install 'probemon[bem]'") from missing
+    raise MissingExtra("a routed adapter in PEFT needs peft 0.21 or newer: pip install 'probemon[bem]'") from missing
 
 TYPE = add_peft_type("BEM")
 _TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")

@@ -393,5 +393,5 @@ def test_a_trainer_goes_on_from_its_checkpoint_as_if_never_interrupted(checkpoin
     again, found = trained(tmp_path / "resumed", str(tmp_path / "half"))
     assert sorted(losses) == [1, 2, 3, 4, 5, 6] and again == {step: losses[step] for step in (4, 5, 6)}
     assert torch.equal(found, expected) and losses[6] < losses[1]
-    reopened = PeftModel.from_pretrained(make_host(), tmp_path / "whole" / "checkpoint-6")
+    reopened = PeftModel.from_pretrained(make_host(), tmp_path / "whole" / "checkpoint-6", is_trainable=True)
     assert torch.equal(logits(reopened), expected)

@@ -229,6 +229,16 @@ def test_tensor_parallel_size_is_one_without_it(model):
     assert internals.tensor_parallel_size(SimpleNamespace(tp_size=2)) == 2
 
 
+def test_checkpoint_function_of_a_layer_is_what_it_runs_by(model):
+    layer, ran = model.model.layers[1], []
+    assert internals.checkpoint_function(layer) is None
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    function = internals.checkpoint_function(layer)
+    internals.set_checkpoint_function(layer, lambda what, *args: ran.append(what) or function(what, *args))
+    model.train()(PROMPT, use_cache=False)
+    assert len(ran) == 1
+
+
 def test_generation_config_has_the_calls_options(model):
     config = internals.generation_config(model, GenerationConfig(num_beams=2), {"max_new_tokens": 7})
     assert (config.num_beams, config.max_new_tokens) == (2, 7), "transformers: _prepare_generation_config"
@@ -510,6 +520,15 @@ def lora():
         r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(make_model(), config).eval()
+
+
+def test_a_type_of_peft_is_added_once():
+    from peft.utils.peft_types import PeftType
+
+    added = internals.add_peft_type("PROBEMON_TEST")
+    assert internals.add_peft_type("PROBEMON_TEST") is added and internals.add_peft_type("LORA") is PeftType.LORA
+    assert PeftType("PROBEMON_TEST") is PeftType.PROBEMON_TEST is added in list(PeftType) and added == "PROBEMON_TEST"
+    assert copy.deepcopy(added) is added and isinstance(added, PeftType)
 
 
 def test_tuner_layers_are_known(lora):

@@ -6,11 +6,13 @@
 The loss of concept p is the weighted mean over its known rows of the cross-entropy, both sides of it weighing the same
 and each part of a text as much as any other, plus l2[p] / 2 * |w[p]|^2. All concepts take their own steps of L-BFGS
 (Liu & Nocedal 1989, "On the limited memory BFGS method for large scale optimization") with their own line search, in
-products that are shared: the result of one does not depend on those beside it, but for rounding.
+products that are shared: the result of one does not depend on those beside it, but for rounding. They begin at the
+curvature that the loss has where all weights are 0, which all share, so that they take few steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -24,6 +26,7 @@ _HISTORY, _MOST_STEPS, _MOST_HALVINGS = 10, 300, 25
 TO_COMPARE: Any = {"tolerance": 1e-4, "most_steps": 60}
 _CHUNK = 1 << 11  # rows at once: they stay in the cache between the product with weights and that with residuals
 _ARMIJO = 1e-4
+_SEEN = 8192  # rows, of which the curvature is taken
 
 
 class Features(Protocol):
@@ -40,6 +43,11 @@ class Features(Protocol):
     def rows(self, use: Tensor) -> Features:
         """Return some of the rows, `use [N]` bool."""
 
+    def second_moments(self, weight: Tensor) -> Tensor:
+        """Return the weighted sum of products of the features, and of a last one that is 1, `[D + 1, D + 1]` fp64; or
+        its diagonal `[D + 1]`. `weight [N]` fp64.
+        """
+
 
 class Dense:
     """Features as a tensor."""
@@ -55,6 +63,14 @@ class Dense:
 
     def rows(self, use: Tensor) -> Dense:
         return Dense(self.x[use])
+
+    def second_moments(self, weight: Tensor) -> Tensor:
+        chosen = weight.nonzero().flatten()
+        if len(chosen) > _SEEN:  # so many tell enough of it
+            chosen = chosen[torch.linspace(0, len(chosen) - 1, _SEEN).long()]
+        own = weight[chosen] * (weight.sum() / weight[chosen].sum().clamp(min=1e-300))
+        x = torch.nn.functional.pad(self.x[chosen], (0, 1), value=1.0)
+        return ((x * own[:, None].to(x.dtype)).T @ x).double()
 
 
 class Sparse:
@@ -79,6 +95,11 @@ class Sparse:
         kept, number = use[self.row], torch.cumsum(use, 0) - 1
         shape = (int(use.sum()), self.shape[1])
         return Sparse(number[self.row[kept]], self.column[kept], self.value[kept], shape)
+
+    def second_moments(self, weight: Tensor) -> Tensor:
+        squares = weight[self.row] * self.value.double().square()
+        diagonal = torch.zeros(self.shape[1], dtype=torch.float64).index_add_(0, self.column, squares)
+        return torch.cat([diagonal, weight.sum()[None]])
 
 
 @dataclass(frozen=True)
@@ -152,16 +173,46 @@ def fit_logistic(
         theta = torch.cat([start[0], start[1][:, None]], dim=1).to(dtype)
     has_both = (there.sum(0) > 0).nonzero().flatten()
     theta[there.sum(0) == 0] = 0
-    theta[has_both] = _minimise(evaluate, theta[has_both], has_both, tolerance, most_steps)
+    if len(has_both):
+        weight = (there + absent)[:, has_both].mean(1).double()[targets.part]
+        solve = _at_zero(features.second_moments(weight), l2)
+        theta[has_both] = _minimise(evaluate, solve, theta[has_both], has_both, tolerance, most_steps)
     return theta[:, :-1].contiguous(), theta[:, -1].contiguous()
 
 
-def _minimise(evaluate: object, theta: Tensor, use: Tensor, tolerance: float, most_steps: int) -> Tensor:
+def _at_zero(moments: Tensor, l2: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what solves for the curvature of the loss at weights of 0, a quarter of the second moments and l2: of
+    vectors `[U, D + 1]` of concepts `use [U]`. It holds of every concept nearly, which is enough for where to begin.
+    """
+    if moments.ndim == 1:
+        return lambda q, use: (q / (moments / 4 + l2[use, None].double())).to(q.dtype)
+    parts = {
+        value: torch.linalg.cholesky(moments / 4 + value * torch.eye(len(moments), dtype=torch.float64))
+        for value in l2.double().unique().tolist()
+    }
+
+    def solve(q: Tensor, use: Tensor) -> Tensor:
+        found, own = torch.empty_like(q), l2[use].double()
+        for value, part in parts.items():
+            rows = own == value
+            if bool(rows.any()):
+                found[rows] = torch.cholesky_solve(q[rows].double().T, part).T.to(q.dtype)
+        return found
+
+    return solve
+
+
+def _minimise(
+    evaluate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    solve: Callable[[Tensor, Tensor], Tensor],
+    theta: Tensor,
+    use: Tensor,
+    tolerance: float,
+    most_steps: int,
+) -> Tensor:
     """Minimise losses of U separate problems by L-BFGS with backtracking, those that are done left out of the rest."""
-    if not len(use):
-        return theta
-    result, at = theta.clone(), torch.arange(len(use))
-    loss, grad = evaluate(theta, use)  # type: ignore[operator]
+    result, at, rounding = theta.clone(), torch.arange(len(use)), 2 * torch.finfo(theta.dtype).eps
+    loss, grad = evaluate(theta, use)
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(most_steps):
         going = grad.abs().amax(1) > tolerance
@@ -171,19 +222,17 @@ def _minimise(evaluate: object, theta: Tensor, use: Tensor, tolerance: float, mo
             steps = [(s[going], y[going], rho[going]) for s, y, rho in steps]
         if not len(use):
             return result
-        direction = _direction(grad, steps)
+        direction = _direction(grad, steps, lambda q, own=use: solve(q, own))
         slope = (direction * grad).double().sum(1)
         size = torch.ones(len(use), dtype=theta.dtype)
-        if not steps:
-            size = 1 / grad.norm(dim=1).clamp(min=1.0)
         tried, tried_loss, tried_grad = theta, loss, grad
         open_ = torch.arange(len(use))
         new, new_loss, new_grad = theta.clone(), loss.clone(), grad.clone()
         for _ in range(_MOST_HALVINGS):
             tried = theta[open_] + size[open_, None] * direction[open_]
-            tried_loss, tried_grad = evaluate(tried, use[open_])  # type: ignore[operator]
-            # Near the end losses differ by their rounding alone.
-            good = tried_loss <= loss[open_] + _ARMIJO * size[open_] * slope[open_] + 1e-9 * loss[open_].abs()
+            tried_loss, tried_grad = evaluate(tried, use[open_])
+            # Near the end losses differ by their rounding alone, and gradients still tell where it goes down.
+            good = tried_loss <= loss[open_] + _ARMIJO * size[open_] * slope[open_] + rounding * loss[open_].abs()
             places = open_[good]
             new[places], new_loss[places], new_grad[places] = tried[good], tried_loss[good], tried_grad[good]
             open_ = open_[~good]
@@ -202,18 +251,23 @@ def _minimise(evaluate: object, theta: Tensor, use: Tensor, tolerance: float, mo
     return result
 
 
-def _direction(grad: Tensor, steps: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Two-loop recursion of L-BFGS for each problem; a pair with rho 0 is left out of its own problem alone."""
+def _direction(grad: Tensor, steps: list[tuple[Tensor, Tensor, Tensor]], solve: Callable[[Tensor], Tensor]) -> Tensor:
+    """Two-loop recursion of L-BFGS for each problem, begun at a curvature that is known; a pair with rho 0 is left out
+    of its own problem alone.
+    """
     q, alphas = grad.clone(), []
     for s, y, rho in reversed(steps):
         alpha = rho * (s * q).sum(1)
         alphas.append(alpha)
         q -= alpha[:, None] * y
+    q = solve(q)
     if steps:
-        scale = torch.ones(len(grad), dtype=grad.dtype)
+        scale, newest = torch.ones(len(grad), dtype=grad.dtype), torch.zeros_like(grad)
         for s, y, rho in steps:  # the newest that has curvature says how long a step is
-            scale = torch.where(rho > 0, (s * y).sum(1) / y.square().sum(1).clamp(min=1e-30), scale)
-        q *= scale[:, None]
+            newest = torch.where(rho[:, None] > 0, y, newest)
+            scale = torch.where(rho > 0, (s * y).sum(1), scale)
+        length = (newest * solve(newest)).sum(1)
+        q *= torch.where(length > 0, scale / length.clamp(min=1e-30), 1.0)[:, None]
     for (s, y, rho), alpha in zip(steps, reversed(alphas), strict=True):
         beta = rho * (y * q).sum(1)
         q += (alpha - beta)[:, None] * s

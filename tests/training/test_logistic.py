@@ -45,6 +45,28 @@ def test_weights_are_those_of_scikit_learn(problem):
         assert abs(float(b[p]) - intercept) < 1e-4
 
 
+def test_features_that_lie_along_few_directions_take_few_steps():
+    """States do: steps that begin at the identity took a thousand passes here."""
+    g = torch.Generator().manual_seed(0)
+    part = torch.arange(3000) // 10
+    along = torch.randn(64, 64, generator=g) * torch.arange(1, 65).pow(-0.9)[:, None]
+    x = (torch.randn(300, 64, generator=g)[part] + torch.randn(3000, 64, generator=g)) @ along
+    x = (x - x.mean(0)) / x.std(0)
+    means = torch.zeros(300, 64).index_add_(0, part, x) / 10
+    z = means @ torch.randn(64, 1, generator=g)
+    targets = Targets(part, (z + 0.7 * z.std() * torch.randn(300, 1, generator=g) > 0).to(torch.int8))
+    passes = []
+
+    class Counted(Dense):
+        def times(self, start, stop, w):
+            passes.extend([1] * (start == 0))
+            return super().times(start, stop, w)
+
+    w, _ = fit_logistic(Counted(x), targets, torch.full((1,), 1e-3))
+    assert np.abs(w[0].numpy() - sklearn_weights(x, targets, 0, 1e-3)[0]).max() < 1e-3
+    assert len(passes) < 30
+
+
 def test_sides_weigh_the_same_and_parts_too(problem):
     _, targets = problem
     for p in range(3):

@@ -89,6 +89,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 where = f"{path.name}, line {number}"
                 try:
                     value = loads(line)
+                except RecursionError:
+                    raise TrainingError(f"{where} is nested too deeply: give one object a line") from None
                 except ValueError as error:
                     raise TrainingError(f"{where} is no JSON ({error}): give one object a line") from None
                 yield _mapping(value, where)
@@ -101,6 +103,8 @@ def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         _check_keys_once(yaml.compose(text, Loader=yaml.SafeLoader), path.name)
         value = yaml.safe_load(text)
+    except TrainingError:  # which is a ValueError, too
+        raise
     except RecursionError:
         raise TrainingError(f"{path.name} is nested too deeply: give a list of concepts") from None
     except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError

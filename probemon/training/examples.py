@@ -349,14 +349,14 @@ def _check_keys(row: Mapping[str, Any], where: str) -> None:
 
 def _example(row: Mapping[str, Any], where: str) -> list[Example]:
     _check_keys(row, where)
-    group = str(row["group"]).strip() or None if "group" in row else None
+    group = _group(row["group"]) if "group" in row else None
     if "positive" in row and "negative" in row:
         concept = _id(_text(row, "concept", where), where)
         sides = {side: _text(row, side, where) for side in ("positive", "negative")}
         if sides["positive"].split() == sides["negative"].split():
             raise TrainingError(f"{where}: both texts of the pair are the same, so it shows nothing of {concept!r}")
         # By what it says: rows of two files may be called the same.
-        own = hashlib.sha256("\0".join(sides.values()).encode()).hexdigest()
+        own = hashlib.sha256("\0".join(sides.values()).encode("utf-8", "surrogatepass")).hexdigest()
         return [
             Example(where, text, labels={concept: side == "positive"}, group=group or f"pair {own}")
             for side, text in sides.items()
@@ -375,6 +375,12 @@ def _example(row: Mapping[str, Any], where: str) -> list[Example]:
         raise TrainingError(f"{where}: 'rest' is {rest!r}: give one of {', '.join(RESTS)}")
     spans = tuple(_span(span, text, where) for span in _list(row.get("spans") or [], "spans", where))
     return [Example(where, text, labels=labels, spans=spans, rest=rest, group=group)]
+
+
+def _group(value: Any) -> str | None:
+    # Where a column of numbers has gaps, tables make 1.0 of the 1 that another file has.
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value) if whole else value).strip() or None
 
 
 def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:

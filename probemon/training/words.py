@@ -29,7 +29,9 @@ _UNSPACED = (
 _INVISIBLE = (
     r"\u00ad\u0300-\u036f\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff"
 )
-_WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+(?:[{_INVISIBLE}]+[^\W{_UNSPACED}]*)*"
+_VARIANTS = frozenset(map(chr, (0x034F, *range(0xFE00, 0xFE10))))  # have no width, and are no format characters
+_VOICING = r"\u3099\u309a"  # follows a kana where it is taken apart
+_WORD = rf"[{_UNSPACED}][{_VOICING}]*|[^\W{_UNSPACED}]+(?:[{_INVISIBLE}]+[^\W{_UNSPACED}]*)*"
 _WORDS, _WORDS_AND_MARKS = re.compile(_WORD), re.compile(rf"{_WORD}|[$€£!?]")
 _MOST_WORDS = 20_000
 N_GIVEAWAYS = 20
@@ -40,15 +42,15 @@ def words_in(text: str, *, marks: bool = True) -> list[str]:
 
     A word is the same however it is encoded (Unicode's NFKC), with what has no width in it or without.
     """
-    found = (_WORDS_AND_MARKS if marks else _WORDS).findall(text.casefold())
-    return found if text.isascii() else [_plain(word) for word in found]
+    return (_WORDS_AND_MARKS if marks else _WORDS).findall(_plain(text))
 
 
-def _plain(word: str) -> str:
-    if word.isascii():
-        return word
-    composed = unicodedata.normalize("NFKC", "".join(c for c in word if unicodedata.category(c) != "Cf"))
-    return composed.casefold()
+def _plain(text: str) -> str:
+    if text.isascii():
+        return text.casefold()
+    shown = "".join(c for c in text if unicodedata.category(c) != "Cf" and c not in _VARIANTS)
+    # Of a whole text, since parts of it may compose: a kana and its voicing mark are words of their own.
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", shown).casefold())
 
 
 @dataclass(frozen=True)
@@ -118,4 +120,4 @@ def _entropy(p: np.ndarray) -> np.ndarray:
 def places_of(words: Collection[str], text: str) -> list[tuple[int, int]]:
     """Return where words stand in a text."""
     chosen = set(words)
-    return [match.span() for match in _WORDS_AND_MARKS.finditer(text) if _plain(match[0].casefold()) in chosen]
+    return [match.span() for match in _WORDS_AND_MARKS.finditer(text) if _plain(match[0]) in chosen]

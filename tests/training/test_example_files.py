@@ -24,13 +24,13 @@ def labels(examples):
 def test_a_label_is_there_not_there_or_unknown():
     rows = [
         {"text": "a", "labels": ["x"], "not": ["y"], "group": 3},
-        {"text": "b", "labels": {"y": True, "x": False}},
+        {"text": "b", "labels": {"y": True, "x": False}, "group": 3.0},
         {"text": "c", "label": "y"},
     ]
     examples = read_examples(rows)
     assert labels(examples) == {"a": {"x": True, "y": False}, "b": {"y": True, "x": False}, "c": {"y": True}}
     assert examples.known().tolist() == [[1, 0], [0, 1], [-1, 1]]
-    assert [example.group for example in examples.texts] == ["3", None, None]
+    assert [example.group for example in examples.texts] == ["3", "3", None]
     assert labels(read_examples(rows, exclusive=True))["c"] == {"y": True, "x": False}
 
 
@@ -173,6 +173,7 @@ def test_a_circle_and_a_contradiction_are_told():
     [
         ("a.jsonl", '{"text": "a"\n', "line 1 is no JSON"),
         ("a.jsonl", "[1]\n", "line 1 is list"),
+        ("a.jsonl", "[" * 100_000, "^a.jsonl, line 1 is nested too deeply"),
         ("a.csv", "text,labels\na,b,c\n", "row 1 has more or fewer cells"),
         ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv is no table of texts \(unexpected end of data\)"),
         ("a.parquet", "PAR1 and more PAR1", "a.parquet is no parquet"),
@@ -182,7 +183,7 @@ def test_a_circle_and_a_contradiction_are_told():
         ("a.yaml", "- {id: a, colour: red}", "has 'colour'"),
         ("a.yaml", "- {id: a, examples: [2026-13-45]}", "is no YAML: month must be in 1..12"),
         ("a.yaml", "[" * 5000, "is nested too deeply"),
-        ("a.yaml", "- id: a\n  examples: [b]\n  examples: [c]\n", "line 3: 'examples' is in line 2 already"),
+        ("a.yaml", "- id: a\n  examples: [b]\n  examples: [c]\n", "^a.yaml, line 3: 'examples' is in line 2"),
         ("a.yaml", "- &a {id: a, examples: [*a]}", "'examples' holds"),
         ("a.yaml", '- {id: "a\\x1b[2J", examples: [b]}', "a text without control characters"),
         ("a.yaml", "- {id: a, examples: [b]}\n- {id: c, parents: [a, a], examples: [d]}", "parent 'a' twice"),

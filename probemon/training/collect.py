@@ -32,7 +32,15 @@ from probemon.training.example_files import Source
 from probemon.training.examples import read_examples
 from probemon.training.groups import group_examples
 from probemon.training.labels import Known, parts_of
-from probemon.training.state_store import SiteStates, StatePlan, StateStore, TextReader, collect_states, within_budget
+from probemon.training.state_store import (
+    SiteStates,
+    StatePlan,
+    StateStore,
+    TextReader,
+    collect_states,
+    held,
+    within_budget,
+)
 from probemon.training.texts import render
 
 TOKENS, TEXTS, TABLE = "tokens.safetensors", "texts.jsonl", "states.parquet"
@@ -121,34 +129,35 @@ def collect(
         check_count("budget", budget, least=1, remedy="give a number of bytes, or None for all tokens")
         row_bytes = len(reader.sites) * reader.width * reader.host.dtype.itemsize
         kept = within_budget(kept, [False] * len(kept), row_bytes=row_bytes, budget=budget, seed=seed)
-    store = collect_states(StatePlan(reader, texts, tokens, kept), out, progress=progress)
-    place = {id: p for p, id in enumerate(examples.concepts)}
-    known = np.full((len(store.document), len(place)), -1, dtype=np.int8)
-    for i, (example, text, own) in enumerate(zip(examples.texts, texts, tokens, strict=True)):
-        of_text = np.full((len(own), len(place)), -1, dtype=np.int8)
-        for part in parts_of(example, text, own, place):
-            of_text[part.tokens] = part.known
-        known[store.first[i] : store.first[i] + len(kept[i])] = of_text[kept[i]]
-    group = group_examples(examples.texts, texts)
-    rows = {
-        name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(own, name) for own in tokens)])
-        for name in ("ids", "start", "end")
-    }
-    at = np.cumsum([0, *map(len, tokens)])[store.document] + store.position
-    found = Collected(
-        Path(out),
-        list(place),
-        store.document,
-        store.position,
-        rows["ids"][at],
-        rows["start"][at],
-        rows["end"][at],
-        group[store.document],
-        known,
-        store,
-    )
-    _remove_earlier(found)
-    _write(found, [text.text for text in texts], [text.where for text in texts], group)
+    with held(out):
+        store = collect_states(StatePlan(reader, texts, tokens, kept), out, progress=progress)
+        place = {id: p for p, id in enumerate(examples.concepts)}
+        known = np.full((len(store.document), len(place)), -1, dtype=np.int8)
+        for i, (example, text, own) in enumerate(zip(examples.texts, texts, tokens, strict=True)):
+            of_text = np.full((len(own), len(place)), -1, dtype=np.int8)
+            for part in parts_of(example, text, own, place):
+                of_text[part.tokens] = part.known
+            known[store.first[i] : store.first[i] + len(kept[i])] = of_text[kept[i]]
+        group = group_examples(examples.texts, texts)
+        rows = {
+            name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(own, name) for own in tokens)])
+            for name in ("ids", "start", "end")
+        }
+        at = np.cumsum([0, *map(len, tokens)])[store.document] + store.position
+        found = Collected(
+            Path(out),
+            list(place),
+            store.document,
+            store.position,
+            rows["ids"][at],
+            rows["start"][at],
+            rows["end"][at],
+            group[store.document],
+            known,
+            store,
+        )
+        _remove_earlier(found)
+        _write(found, [text.text for text in texts], [text.where for text in texts], group)
     return found
 
 

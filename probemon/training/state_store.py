@@ -8,16 +8,19 @@
 A folder holds one safetensors file a site, and `states.json`, which is replaced after every shard of texts and
 says how many rows are whole. What makes states what they are is hashed into
 their key: weights, adapters, precision, tokens, sites, windows, versions. States of another key are replaced. What
-no key can say, a hook that steers, shows in a few texts that are read again before states are taken.
+no key can say, a hook that steers, shows in a few texts that are read again before states are taken. Whoever reads or
+writes a folder holds it, `with held(folder)`: two runs of unlike texts would write into each other's states.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -204,6 +207,28 @@ class SiteStates:
         row_bytes = self.shape[1] * self.dtype.itemsize
         mapped = np.memmap(self.path, mode="r", offset=self.begin, shape=(self.shape[0], row_bytes))
         return torch.from_numpy(mapped[rows.numpy()]).view(self.dtype)
+
+
+@contextmanager
+def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a folder of states, which is made if it is not there, until the end of the block or of the process.
+
+    Raises `TrainingError` where another run holds it, or it cannot be held.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise TrainingError(f"{folder} cannot hold states ({error.strerror}): choose another folder") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the folder itself: nothing is left beside the states
+        yield
+    except BlockingIOError:
+        raise TrainingError(
+            f"another run works with the states in {folder}: wait for it, or choose another folder for them"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def collect_states(

@@ -49,7 +49,7 @@ from probemon.training.measured import Measured
 from probemon.training.report import report_html
 from probemon.training.settings import TrainingSettings
 from probemon.training.standard import Weights, fold
-from probemon.training.state_store import StatePlan, StateStore, TextReader, collect_states, within_budget
+from probemon.training.state_store import StatePlan, StateStore, TextReader, collect_states, held, within_budget
 
 REPORT = "report.html"
 _NORM = "rmsnorm"
@@ -120,7 +120,8 @@ def train(
             say=say,
         )
     prepared_data = job.dataset(examples, elsewhere)
-    return job.finish(prepared_data, _model_id(model_id), name or target.name, licence, overwrite, report)
+    with held(settings.folder(target)):
+        return job.finish(prepared_data, _model_id(model_id), name or target.name, licence, overwrite, report)
 
 
 def _settings(options: Mapping[str, Any]) -> TrainingSettings:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ from oracle import states as forward_states
 from probemon.errors import TrainingError
 from probemon.offline import windows
 from probemon.offline.windows import Reading, Window
-from probemon.training.state_store import StatePlan, TextReader, collect_states, within_budget
+from probemon.training.state_store import StatePlan, TextReader, collect_states, held, within_budget
 from probemon.training.texts import Text
 
 SITES = ("resid_post.0", "resid_post.2")
@@ -136,6 +138,25 @@ def test_states_of_anything_else_are_read_anew(model, texts, tmp_path):
     (tmp_path / "letters" / "to.txt").write_text("dear")
     with pytest.raises(TrainingError, match="holds other files than states"):
         collect_states(plan_of(model, texts), tmp_path / "letters")
+
+
+def test_one_run_at_a_time_works_with_a_folder(tmp_path):
+    """The other is a process, as it would be: what it holds goes with it."""
+    wait = "import sys, time\nfrom probemon.training.state_store import held\n"
+    wait += "with held(sys.argv[1]):\n    print(flush=True)\n    time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", wait, str(tmp_path / "s")], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        with (
+            pytest.raises(TrainingError, match=r"another run works with the states in .*: wait for it"),
+            held(tmp_path / "s"),
+        ):
+            pass
+        other.kill()
+    with held(tmp_path / "s"):
+        assert not list((tmp_path / "s").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match="file cannot hold states"), held(tmp_path / "file"):
+        pass
 
 
 def test_a_budget_is_kept_and_whole_texts_come_first():

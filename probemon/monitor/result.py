@@ -145,9 +145,9 @@ class Result:
     earlier turn on its cache generated was given; `position` is a column of the output, so `out[row, position] ==
     token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
     `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others,
-    or its weights were written to, before it ended, or in an earlier turn on the same cache, so that its tokens come
-    from different weights; `requests`: of continuous batching, by row. Padding and what follows the end of a row are
-    not tokens.
+    or its weights were written to (but not by way of `.data`, which torch does not count), before it ended, or in an
+    earlier turn on the same cache, so that its tokens come from different weights; `requests`: of continuous batching,
+    by row. Padding and what follows the end of a row are not tokens.
     """
 
     def __init__(

@@ -305,6 +305,12 @@ def test_weights_that_are_written_to_between_two_turns_are_told(manager):
         host.get_submodule(layer).weight = torch.nn.Parameter(host.get_submodule(layer).weight.detach() / 2)
         fourth = host.generate(torch.cat([third, IDS[:, :1]], dim=1), **GREEDY)
     assert [run.result(out).host_changed for out in (first, second, third, fourth)] == [False, False, True, False]
+    cache = DynamicCache()
+    with torch.no_grad(), manager.attach(host) as run:
+        host(IDS[:, :2], past_key_values=cache)
+        host.get_submodule(layer).weight.mul_(2)
+        host(IDS[:, 2:], past_key_values=cache)
+    assert run.result(IDS).host_changed
 
 
 @ADAPTED

@@ -1,4 +1,4 @@
-"""Runs `probemon bem train`, `eval`, `inspect` and `distil` on the demo model; docs/bem.md shows what they print.
+"""Runs `probemon bem train`, `eval`, `inspect` and `distil` on the demo model, and keeps what they print.
 
 python scripts/evidence/bem_commands.py                # docs/benchmarks/bem_commands.json; some minutes
 

@@ -36,7 +36,8 @@ sys.path.insert(0, str(ROOT))  # the examples are about the probemon that lies b
 from arithmetic import arithmetic  # noqa: E402
 from provenance import machine  # noqa: E402
 
-# Two more pages run in tests of their own: bring-your-own-probes.md and sharing.md need files and a hub beside them.
+# Other pages run in tests of their own: bring-your-own-probes.md and sharing.md need files and a hub beside them, and
+# memory-hosts.md needs no model but its own.
 NAMES = ("tutorial", "training", "watch", "rules", "decode-loop", "hidden-states", "several-packs", "corpora")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (*NAMES, "thresholds", "routing", "bem")))
 BLOCK = re.compile(

@@ -1,0 +1,111 @@
+"""A memory on a decoder layer of an existing host, which begins by changing nothing.
+
+    with attach_memory(model, layer=1) as attached:
+        model.generate(...)                         # bit-identical until the memory has learnt
+        attached.memory.parameters()                # what may be trained
+        attached.get_memory_stats()
+
+The memory is no part of the host: its modules, its state dict and its weights stay what they were, and once the block
+ends no trace is left.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probemon.core.checks import check_count
+from probemon.errors import ConfigError, NotSupportedDecoding, NotSupportedHost
+from probemon.models.ltm.cache import memory_layer, padding_before
+from probemon.models.ltm.config import MemoryShape
+from probemon.models.ltm.memory import SlotMemory
+from probemon.models.ltm.state import MemoryState
+from probemon.models.ltm.stats import stats_of
+
+
+class AttachedMemory:
+    """What `attach_memory` returns: a `with` block, or on until `detach()`.
+
+    `memory`: the module with what may be trained. `number`: the layer that it is on.
+    """
+
+    def __init__(self, model: Any, number: int, shape: MemoryShape) -> None:
+        decoder = model.get_decoder()
+        layers = getattr(decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise NotSupportedHost(
+                f"{type(decoder).__name__} has no list `layers`: a memory is put on decoders of the kind of llama"
+            )
+        self.number = check_count("layer", number, most=len(layers) - 1, remedy="name a layer of the host, from 0")
+        weight = next(layers[self.number].parameters())
+        self.memory = SlotMemory(shape, zero=True).to(weight.device, weight.dtype).eval()
+        self._state: MemoryState | None = None
+        self._decoder_arguments: dict[str, Any] = {}
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            stack.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+            stack.callback(layers[self.number].register_forward_hook(self._after, with_kwargs=True).remove)
+            self._stack = stack.pop_all()
+
+    def detach(self) -> None:
+        """Take the memory off. Caches that have one keep it, unused."""
+        self._stack.close()
+        self._state, self._decoder_arguments = None, {}
+
+    def __enter__(self) -> AttachedMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def get_memory_stats(self) -> dict[str, Any]:
+        """Return what the memory holds and how it is read, after the newest forward with a cache."""
+        return stats_of({} if self._state is None else {self.number: self._state}, {self.number: self.memory})
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+            raise NotSupportedDecoding(
+                f"an attention mask {type(mask).__name__} of no two dimensions is not supported by a memory: give"
+                " [rows, columns], 0 for padding before a row"
+            )
+        self._decoder_arguments = {"ids": ids, "mask": mask}
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        b, t, _ = hidden.shape
+        cache = kwargs.get("past_key_values")
+        layer = None if cache is None else memory_layer(cache, self.number, n_new=t)
+        mask, ids = self._decoder_arguments.get("mask"), self._decoder_arguments.get("ids")
+        n_past = 0 if layer is None else layer.get_seq_length() - t
+        padding = padding_before(mask, None if layer is None else layer.padding, b, n_past, t, hidden.device)
+        valid = n_past + torch.arange(t, device=hidden.device) >= padding[:, None]
+        remembered = self.memory(hidden, None if layer is None else layer.memory, valid, ids)
+        if layer is not None:
+            layer.padding, layer.memory = padding, remembered.state
+            if not self.memory.training:
+                self._state = remembered.state
+        changed = hidden + remembered.update
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+def attach_memory(model: Any, layer: int, **sizes: Any) -> AttachedMemory:
+    """Put a memory behind a decoder layer of a host; `sizes` are those of `MemoryShape`, without the host's width.
+
+    Its output projection begins at zero, so the host begins bit-identical. Raises `NotSupportedHost`, `ConfigError`.
+    """
+    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
+    if not isinstance(width, int):
+        raise NotSupportedHost(f"{type(model).__name__} names no hidden_size, so a memory for it has no size")
+    if "hidden_size" in sizes:
+        raise ConfigError("hidden_size is that of the host: leave it out")
+    return AttachedMemory(model, layer, MemoryShape(width, **sizes))

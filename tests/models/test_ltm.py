@@ -1,0 +1,316 @@
+"""The host with memory slots: each way of running it gives what one forward gives; what it cannot do it refuses."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from probemon.errors import ConfigError, HostMismatch, NotSupportedDecoding
+from probemon.models.ltm import (
+    LtmConfig,
+    LtmForCausalLM,
+    attach_memory,
+    export_memory,
+    import_memory,
+    memory_of,
+)
+from probemon.models.ltm.cache import memory_layer
+from probemon.models.ltm.config import MemoryShape
+from probemon.models.ltm.memory import SlotMemory
+from slot_oracle import SlotOracle
+
+SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8}
+CUTS = ([1] * 40, [7, 1, 1, 13, 6, 12], [6] * 6 + [4], [5, 5, 30])
+PLAIN = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
+CLOSE = 2e-5  # of logits up to 6; two orders of summation differ by a third of that
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "sliding_window": 5, "segment_size": 6, "memory_slots": 7, "memory_layers": [0, 1]}
+    model = LtmForCausalLM(LtmConfig(**{**sizes, "adaptive_mass": 0.9, "decay": 0.97, **settings})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(1.5)
+        for memory in model.memories.values():
+            memory.surprise_weight.fill_(0.7)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(1, 61, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def whole(model, ids, **more):
+    return model(ids, use_cache=False, **more).logits
+
+
+@torch.no_grad()
+def in_pieces(model, ids, cuts, mask=None, cache=None):
+    logits, at = [], 0
+    for n in cuts:
+        more = {} if mask is None else {"attention_mask": mask[:, : at + n]}
+        out = model(ids[:, at : at + n], past_key_values=cache, use_cache=True, **more)
+        cache, at = out.past_key_values, at + n
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1), cache
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"slots": 7, "segment": 6},
+        {"slots": 40, "segment": 5, "compression": 1.0},
+        {"slots": 3, "segment": 6, "adaptive_mass": 0.6, "decay": 0.8},
+        {"slots": 1, "segment": 1},
+    ],
+)
+def test_module_is_the_memory_in_plain_python(sizes):
+    memory = SlotMemory(MemoryShape(16, memory_dim=5, **sizes)).double().eval()
+    with torch.no_grad():
+        memory.surprise_weight.fill_(1.3)
+        memory.write_gate.weight.mul_(4)
+        hidden = torch.randn(1, 37, 16, dtype=torch.float64)
+        out = memory(hidden, None, torch.ones(1, 37, dtype=torch.bool))
+    oracle = SlotOracle(memory)
+    updates, reads = oracle.forward(hidden[0].numpy())
+    # The module keeps strengths and takes its softmax in fp32.
+    np.testing.assert_allclose(out.update[0].numpy(), updates, atol=1e-5)
+    np.testing.assert_allclose(out.reads[0].numpy(), reads, atol=1e-5)
+    held = [-1 if slot is None else slot[4] for slot in oracle.slots]
+    assert out.state.position[0].tolist() == held
+    replaced = out.state.history[0, :, 6]
+    assert replaced[~replaced.isnan()].tolist() == oracle.n_replaced[-8:]
+    assert sum(oracle.n_replaced) > 0 or sizes["slots"] == 40
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts)} pieces")
+def test_every_cut_gives_what_one_forward_gives(model, ids, cuts):
+    logits, cache = in_pieces(model, ids, cuts)
+    assert (logits - whole(model, ids)).abs().max() < CLOSE
+    # the memory itself, its statistics too, is that of one forward
+    with torch.no_grad():
+        state = memory_of(model(ids, use_cache=True).past_key_values)[1]
+    for name, one in vars(state).items():
+        torch.testing.assert_close(getattr(memory_of(cache)[1], name), one, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+def test_later_tokens_and_other_rows_change_nothing(model, ids):
+    before = whole(model, ids)
+    changed = ids.clone()
+    changed[:, 25:] = 7
+    assert torch.equal(whole(model, changed)[:, :25], before[:, :25])
+    changed = ids.clone()
+    changed[1] = 7
+    after = whole(model, changed)
+    assert torch.equal(after[[0, 2]], before[[0, 2]]) and not torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("cuts", [[45], [1] * 45, [3, 2, 40], [11, 34]], ids=lambda cuts: f"{len(cuts)} pieces")
+def test_padding_before_rows_changes_nothing(model, ids, cuts):
+    padding = (5, 0, 3)
+    rows = torch.full((3, 45), 0)
+    mask = torch.zeros(3, 45, dtype=torch.long)
+    for row, n in enumerate(padding):
+        rows[row, n : n + 40], mask[row, n:] = ids[row], 1
+        rows[row, n + 40 :] = 9  # shorter paddings are followed by more tokens
+    logits, _ = in_pieces(model, rows, cuts, mask)
+    assert logits.isfinite().all()
+    expected = whole(model, ids)
+    for row, n in enumerate(padding):
+        assert (logits[row, n : n + 40] - expected[row]).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "3 beams"])
+def test_generate_with_a_cache_is_generate_without(model, ids, options):
+    with_cache = model.generate(ids, **PLAIN, **options)
+    without = model.generate(ids, use_cache=False, **PLAIN, **options)
+    assert torch.equal(with_cache, without)
+
+
+def test_second_turn_goes_on_from_the_memory(model, ids):
+    cache = DynamicCache(config=model.config)
+    first = model.generate(ids, past_key_values=cache, **PLAIN)
+    both = torch.cat([first, ids[:, :3]], dim=1)
+    options = {"attention_mask": torch.ones_like(both), **PLAIN}  # what was generated may look like padding
+    assert torch.equal(model.generate(both, past_key_values=cache, **options), model.generate(both, **options))
+
+
+def test_what_is_saved_is_loaded_by_the_auto_classes(model, ids, tmp_path):
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is LtmForCausalLM and type(AutoConfig.from_pretrained(tmp_path)) is LtmConfig
+    assert torch.equal(whole(again, ids), whole(model, ids))
+
+
+def test_output_of_zero_is_the_model_with_its_window_alone(ids):
+    model = make()
+    for memory in model.memories.values():
+        torch.nn.init.zeros_(memory.output.weight)
+    alone = make(memory_layers=())
+    alone.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(whole(model, ids), whole(alone, ids))
+
+
+def test_eager_attention_is_sdpa(model, ids):
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    assert (whole(eager, ids) - whole(model, ids)).abs().max() < CLOSE
+
+
+def test_gradients_with_checkpointing_are_those_without(ids):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make().train()
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable()
+        model(ids, labels=ids).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.memories[1].parameters())
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-6 * gradients[0].abs().max()
+
+
+def test_detach_every_ends_credit_there(ids):
+    def reaches(**settings):
+        model = make(memory_layers=[1], num_hidden_layers=2, **settings).train()
+        embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+        model(inputs_embeds=embeds, use_cache=False).logits[:, 39].square().sum().backward()
+        return embeds.grad[:, :6].abs().sum()
+
+    assert reaches(decay=1.0) > 0 and reaches(detach_every=1) == 0
+
+
+def test_rows_can_be_repeated_chosen_and_reset(model, ids):
+    _, cache = in_pieces(model, ids, [20])
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([5, 0]))
+    rows = ids[[2, 0]]
+    with torch.no_grad():
+        out = model(rows[:, 20:], past_key_values=cache).logits
+    assert (out - whole(model, rows)[:, 20:]).abs().max() < CLOSE
+    cache.reset()
+    assert (in_pieces(model, ids, [40], cache=cache)[0] - whole(model, ids)).abs().max() < CLOSE
+
+
+def test_fewer_slots_move_a_read_by_no_more_than_what_they_were_read(model, ids):
+    _, cache = in_pieces(model, ids, [40])
+    state, memory = memory_of(cache)[1], model.memories[1]
+    queries = torch.randn(3, 50, 8)
+    value, p = memory.read(queries, state)
+    grown = state.grown(19)
+    assert torch.allclose(memory.read(queries, grown)[0], value, atol=1e-6)
+    assert torch.allclose(memory.read(queries, grown.reduced(7, memory.shape.decay))[0], value, atol=1e-6)
+    reduced = state.reduced(4, memory.shape.decay)
+    strongest = state.effective(memory.shape.decay).argsort(1, descending=True)[:, 4:]
+    dropped = p[..., 1:].gather(2, strongest[:, None].expand(-1, 50, -1)).sum(-1)
+    moved = (memory.read(queries, reduced)[0] - value).norm(dim=-1)
+    # What is left is scaled up by the dropped mass, too: each part moves by at most that.
+    assert (moved <= 2 * dropped * state.values.norm(dim=-1).max() + 1e-6).all() and (moved > 1e-4).any()
+    assert reduced.position[0].tolist() == [
+        position for i, position in enumerate(state.position[0].tolist()) if i not in strongest[0].tolist()
+    ]
+    model.reduce_slots(4, cache)
+    assert memory_of(cache)[0].n_slots == 4
+    with torch.no_grad():
+        assert model(ids[:, :9], past_key_values=cache).logits.isfinite().all()
+
+
+def test_exported_memory_goes_on_in_another_model_of_the_same_weights(model, ids, tmp_path):
+    _, cache = in_pieces(model, ids, [25])
+    path = export_memory(model, cache, tmp_path / "memory.safetensors")
+    again = import_memory(copy.deepcopy(model), path)
+    with torch.no_grad():
+        expected, logits = (model(ids[:, 25:], past_key_values=c).logits for c in (cache, again))
+    assert torch.equal(logits, expected)
+    other = make()
+    other.lm_head.weight.data[0, 0] += 1
+    with pytest.raises(HostMismatch, match="another host"):
+        import_memory(other, path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        import_memory(model, path)
+    with pytest.raises(ConfigError, match="holds no memory"):
+        export_memory(model, DynamicCache(config=model.config), tmp_path / "none.safetensors")
+
+
+def test_what_it_cannot_do_is_refused_by_name(model, ids):
+    _, cache = in_pieces(model, ids, [40])
+    with pytest.raises(NotSupportedDecoding, match="taken back"):
+        cache.crop(-1)
+    gap = torch.ones(3, 40, dtype=torch.long)
+    gap[0, 5] = 0
+    for mask, words in ((gap, "not padding before"), (gap[:, None, None].bool(), "one column"), (gap[:, :7], "column")):
+        with pytest.raises(NotSupportedDecoding, match=words):
+            model(ids, attention_mask=mask)
+    packed = torch.arange(20).repeat(2)[None]
+    with pytest.raises(NotSupportedDecoding, match="packed rows"):
+        model(ids[:1], position_ids=packed)
+    with pytest.raises(ValueError, match=r"[Ss]tateful|assisted"):
+        model.generate(ids[:1], assistant_model=make(), **PLAIN)
+    with pytest.raises(NotSupportedDecoding, match="DynamicCache"):
+        model.generate(ids, cache_implementation="static", **PLAIN)
+    used = DynamicCache(config=model.config)
+    for layer in used.layers:
+        layer.update(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8))
+    with pytest.raises(NotSupportedDecoding, match="was not given"):
+        memory_layer(used, 0)
+    with pytest.raises(ConfigError, match="there is no memory"):
+        make().get_memory_stats()
+    with pytest.raises(ConfigError, match="compression"):
+        LtmConfig(compression=0.0)
+
+
+def test_memory_does_not_grow_with_the_sequence(model, ids):
+    sizes = {memory_of(in_pieces(model, ids.repeat(1, n), [40 * n])[1])[1].n_bytes for n in (1, 5)}
+    assert len(sizes) == 1
+
+
+def llama():
+    from conftest import make_model
+
+    return make_model().eval()
+
+
+def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace(ids):
+    host = llama()
+    before = {name: value.clone() for name, value in host.state_dict().items()}
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in host.modules()]
+    expected, text = whole(host, ids), host.generate(ids, **PLAIN, num_beams=2)
+    with attach_memory(host, 1, slots=5, segment=6, memory_dim=8) as attached:
+        assert torch.equal(whole(host, ids), expected)
+        assert torch.equal(host.generate(ids, **PLAIN, num_beams=2), text)
+        assert attached.get_memory_stats()["occupied"] == 1.0
+        torch.nn.init.normal_(attached.memory.output.weight)
+        changed = whole(host, ids)
+        assert not torch.equal(changed, expected)
+        for cuts in CUTS[:2]:
+            assert (in_pieces(host, ids, cuts)[0] - changed).abs().max() < 1e-4
+        assert torch.equal(
+            host.generate(ids, **PLAIN, num_beams=3), host.generate(ids, use_cache=False, **PLAIN, num_beams=3)
+        )
+        padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), ids], dim=1)
+        mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(ids)], dim=1)
+        assert (whole(host, padded, attention_mask=mask)[:, 4:] - changed).abs().max() < 1e-4
+    assert torch.equal(whole(host, ids), expected)
+    assert all(torch.equal(value, before[name]) for name, value in host.state_dict().items())
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in host.modules()] == hooks
+
+
+def test_attached_memory_refuses_a_cache_that_it_did_not_see(ids):
+    host = llama()
+    _, cache = in_pieces(host, ids, [20])
+    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="was not given"):
+        host(ids[:, 20:], past_key_values=cache)
+    with pytest.raises(ConfigError, match="layer"):
+        attach_memory(host, 3)

@@ -182,6 +182,7 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
         bem.attach()  # which raises where another adapter steers this host
         adapters.named[adapter_name] = bem
         if first:
+            self._learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
             model.requires_grad_(False)
             adapters.set_adapter(adapter_name, inference_mode=config.inference_mode)
             self.active_adapter = adapter_name
@@ -219,11 +220,16 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
 
     # -- off, and never merged -------------------------------------------------------------------
 
+    # Parameters of the host that learned before there was an adapter, which `unload` lets learn again.
+    _learned: list[nn.Parameter]
+
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         if merge:
             self.merge_adapter()
         for bem in self.bem_adapters.named.values():
             bem.detach()
+        for parameter in self._learned:
+            parameter.requires_grad_(True)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
         host: nn.Module = self.model

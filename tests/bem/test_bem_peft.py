@@ -94,12 +94,16 @@ def test_a_tuned_host_says_and_saves_what_attach_bem_does(name, tmp_path):
 
 def test_unloading_leaves_no_trace():
     host = make_host()
+    host.lm_head.weight.requires_grad_(True)
     before, modules = (n_hooks(host), set(vars(host)), set(host.state_dict())), len(list(host.modules()))
     model = get_peft_model(host, peft_config(CONFIGS["low_rank"]))
     randomise(model.bem)
     bare = logits(make_host())
-    assert not torch.equal(logits(model), bare)
-    assert model.unload() is host and torch.equal(logits(host), bare)
+    assert not torch.equal(logits(model), bare) and not host.lm_head.weight.requires_grad
+    assert model.unload() is host
+    assert [name for name, parameter in host.named_parameters() if parameter.requires_grad] == ["lm_head.weight"]
+    host.requires_grad_(False)
+    assert torch.equal(logits(host), bare)
     assert (n_hooks(host), set(vars(host)), set(host.state_dict())) == before and len(list(host.modules())) == modules
     with attach_bem(host, CONFIGS["film"]):  # there is room for another
         logits(host)

@@ -14,7 +14,8 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -46,11 +47,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of every command below, too
 )
-_COMMANDS = (
-    train, states, analyze, report, diff, calibrate, routing, hierarchy, watch, concepts, inspect, quantize,
-)  # fmt: skip
-for command in _COMMANDS:
-    app.command()(command)
+# In the order in which they are met, each with what a line of 80 columns holds: the list of commands cuts the rest.
+_COMMANDS: dict[Callable[..., Any], str] = {
+    watch: "Generate from MODEL and show concepts token by token.",
+    concepts: "Show the concepts of PACK as a tree, with their thresholds.",
+    inspect: "Show what is in PACK, how good it is, whether it is whole.",
+    analyze: "Score every token of a corpus, and write it to a folder.",
+    report: "Write an analysis as one HTML file.",
+    diff: "List the concepts that differ between two analyses.",
+    train: "Train probes for concepts of your own on MODEL.",
+    states: "Write hidden states of MODEL to files, with labels.",
+    calibrate: "Set thresholds of PACK from documents.",
+    hierarchy: "Give a flat pack a hierarchy.",
+    quantize: "Write an int8 copy of PACK.",
+    routing: "Generate from MODEL and show where routers send tokens.",
+}
+for command, summary in _COMMANDS.items():
+    app.command(short_help=summary)(command)
 app.add_typer(importing, name="import")
 app.add_typer(bem, name="bem")
 app.add_typer(packs, name="pack")

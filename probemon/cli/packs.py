@@ -125,6 +125,8 @@ def read_object(path: Path) -> dict[str, Any]:
         raise
     except RepeatedKey as error:
         raise ConfigError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise ConfigError(f"no such file: {str(path)!r}") from None
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({str(error)[:200]})") from None
     if not isinstance(content, dict):

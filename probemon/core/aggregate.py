@@ -251,7 +251,13 @@ def parse(text: str) -> Aggregator:
                 f"aggregate is {text!r}: {parameter!r} is not"
                 f" {'a whole number' if name.startswith('rolling') else 'a number'}"
             ) from None
-    raise ConfigError(f"aggregate is {text!r}{closest(name, [*_NAMES, *_PARSED])}: {_CHOICES}")
+    if name in _PARSED:
+        wrong = ", without its number"
+    elif name in _NAMES:
+        wrong = f", and {name} takes no number"
+    else:
+        wrong = closest(name, [*_NAMES, *_PARSED])
+    raise ConfigError(f"aggregate is {text!r}{wrong}: {_CHOICES}")
 
 
 def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:

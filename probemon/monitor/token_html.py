@@ -46,7 +46,7 @@ def described(concept: ConceptScore) -> str:
     if not math.isnan(concept.strength):
         parts.append(f"strength {concept.strength:+.1f}")
     if not math.isnan(concept.precision):
-        parts.append(f"precision {concept.precision:.0%}")
+        parts.append(f"{concept.precision:.0%} right")
     return f"{' > '.join(clip(name, 60) for name in concept.path)}: {', '.join(parts)}"
 
 

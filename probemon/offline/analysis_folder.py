@@ -84,6 +84,8 @@ class Analysis:
         `unfinished`).
         """
         path = Path(directory)
+        if path.is_file():
+            raise ConfigError(f"{path} is a file: give the folder that `probemon analyze` wrote")
         manifest = read_json(path / MANIFEST)
         if manifest is None and not path.exists():
             near = near_folders(str(path), "documents.parquet")

@@ -279,8 +279,9 @@ def _check_known(texts: Sequence[Example]) -> None:
     """A text of which nothing is known would be left out in silence."""
     silent = [example.where for example in texts if not example.labels and not example.spans]
     if silent:
+        more = f" (and of {len(silent) - 1} more)" if silent[1:] else ""
         raise TrainingError(
-            f"{silent[0]}: nothing is known of this text (and of {len(silent) - 1} more): a concept that is not in"
+            f"{silent[0]}: nothing is known of this text{more}: a concept that is not in"
             " 'labels' is unknown, not absent. List it in 'not', or say that labels are exclusive (--exclusive): then a"
             " text has what it lists and nothing else"
         )

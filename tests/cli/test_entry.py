@@ -44,6 +44,13 @@ def test_the_version_is_that_of_the_package(monkeypatch, capsys):
     assert project["dynamic"] == ["version"] and project["authors"] == [{"name": "The probemon authors"}]
 
 
+def test_the_list_of_commands_begins_with_watch_and_cuts_no_line(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(monkeypatch, capsys, "--help")
+    listed = out.split("Commands:\n")[1]
+    assert code == 0 and listed.split()[0] == "watch" and "..." not in listed
+
+
 @pytest.mark.parametrize("path", [*paths_of(COMMANDS)], ids=" ".join)
 def test_help_goes_by_both_names(monkeypatch, capsys, path):
     short, long = (run(monkeypatch, capsys, *path, name) for name in ("-h", "--help"))
@@ -178,6 +185,8 @@ def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
         ("routing nowhere --window 0", "window is 0"),
         ("routing nowhere --out missing/x.jsonl", "missing is not a folder"),
         ("report missing", "no such folder: 'missing'; `probemon analyze` writes one"),
+        ("report demo.jsonl", "demo.jsonl is a file: give the folder"),
+        ("hierarchy demo missing.json", "no such file: 'missing.json'"),
         ("report scored", "no such folder: 'scored'; did you mean 'scores'?"),
     ],
 )

@@ -345,7 +345,7 @@ def test_named_reads_texts_as_the_command_line_does(text, meant):
 
 @pytest.mark.parametrize("name", ["ema", "rolling_mean", "rolling_max"])
 def test_name_that_needs_a_parameter_says_which(name):
-    with pytest.raises(ConfigError, match=rf"aggregate is '{name}'.*: give .*{name}:[WN]"):
+    with pytest.raises(ConfigError, match=rf"aggregate is '{name}', without its number: give .*{name}:[WN]"):
         named(name)
 
 
@@ -417,6 +417,7 @@ def test_a_command_names_an_aggregator_with_its_parameter(text, meant):
         ("rolling_mean:2.5", "'2.5' is not a whole number"),
         ("ema:2", "at most 1"),
         ("rolling_max:0", "n is 0"),
+        ("mean:2", "mean takes no number"),
     ],
 )
 def test_a_text_that_names_none_gets_the_choices(text, words):

@@ -124,7 +124,7 @@ def test_precision_is_told_where_the_pack_says_it(model, tmp_path):
     )  # fmt: skip
     page = read(generated(DynamicProbeManager(pack), model)._repr_html_())
     titles = [title for _, title, _ in page.tokens() if title.startswith("a: ")]
-    assert titles and all(title.endswith("precision 88%") for title in titles)
+    assert titles and all(title.endswith("88% right") for title in titles)
     assert "88%" in [text for _, _, text in page.of("td")]
 
 

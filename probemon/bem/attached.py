@@ -22,16 +22,18 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from probemon.bem.config import BemConfig
-from probemon.bem.controller import Controller
+from probemon.bem.controller import Codes, Controller
 from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks
 from probemon.bem.form_governance import FormGovernor
 from probemon.bem.forwards import Steered
 from probemon.bem.governance import Governor
 from probemon.bem.host_hooks import HostHooks
 from probemon.bem.int8 import make_int8
+from probemon.bem.levels import LearnedLevels
 from probemon.bem.saved import check_host, check_kept, read_saved, write_saved
 from probemon.bem.sharded import check_spread
 from probemon.bem.sites import device_of, find_sites, make_updates
+from probemon.bem.speculation import Speculation
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import choose_impl
 from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
@@ -106,6 +108,7 @@ class Bem(nn.Module):
             torch.default_generator.manual_seed(config.seed)
             self.controller = Controller(hidden_size(host), config).to(devices[0], torch.float32)
             self.updates = make_updates(self.sites, config, getattr(text_config(host), "num_attention_heads", None))
+        self.levels = LearnedLevels(config, self.sites, self.updates) if config.level == "learned" else None
         self.controller.checkpointed, self.controller.fused = checkpoint_controller, self.impl == "triton"
         self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
         governor = Governor if config.form == "low_rank" else FormGovernor
@@ -113,8 +116,19 @@ class Bem(nn.Module):
         if n_ranks > 1:
             self.governor.host_norm()  # now, with all ranks: later one alone may ask
         self.steered, self._enabled = Steered(), True
+        self.speculation: Speculation | None = None  # while `speculating`
         self._states, self._stack = States(), ExitStack()
         self._hooks: HostHooks | None = None  # while it is attached
+
+    def limited(self, codes: Codes, training: bool = False) -> dict[str, Tensor]:
+        """Return codes `[B * T, ..]` by site key as sites take them, within the limits. `training`: the host is."""
+        if self.levels is not None:
+            return self.levels.limit(codes, self.governor, training)
+        if self.speculation is not None and not torch.is_grad_enabled():
+            return self.speculation.limited(codes)
+        groups = {site.chunked for site in self.sites}
+        by_group = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in groups}
+        return self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in by_group.items()})
 
     # -- on and off ------------------------------------------------------------------------------
 

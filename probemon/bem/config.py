@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.checks import LARGEST, check_count, check_number, check_settings, is_int, plain, shown
+from probemon.core.checks import LARGEST, check_count, check_number, check_settings, is_int, is_number, plain, shown
 from probemon.errors import ConfigError
 
 LEVELS = ("prefix", "chunk", "token")
-POLICIES = ("position", "auto", *LEVELS)
+POLICIES = ("position", "auto", "energy", "learned", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
 FORMS = ("low_rank", "head_groups", "rank_mask", "kronecker", "film")
 _OF_FORM = {"groups": "head_groups", "active": "rank_mask", "hadamard": "rank_mask", "terms": "kronecker"}
@@ -47,10 +47,14 @@ class BemConfig:
     `prefix_tokens` P, `chunk_tokens` N: P is a multiple of N.
     `ema`: what a chunk's code keeps of the one before.
     `max_norm`: of a code, before its confidence multiplies it.
-    `level`: which codes attention outputs and MLPs take: those of one of `LEVELS`, or by "position" or "auto".
+    `level`: which codes attention outputs and MLPs take: those of one of `LEVELS`, by "position", "auto" or "energy",
+    or those that training has chosen for each site ("learned", `probemon.bem.levels`).
     `token_limit`: by "position", a row takes token codes for so many tokens, and chunk codes beyond.
     `auto_limits`: by "auto", a row takes prefix codes if its prompt has fewer tokens than the first, chunk codes if it
     has fewer than the second, else token codes.
+    `energy_limits`: by "energy", a chunk's tokens take prefix codes where those of the chunk before spread by less than
+    the first, chunk codes where by less than the second, else token codes; in a row's first chunk token codes. The
+    spread is `1 - |mean z|^2 / mean |z|^2` of the controller's features z: 0 where all are alike, 1 around a mean of 0.
     `spectral_cap`: on the largest singular value of every update; None for none.
     `trust_region`: on the Frobenius norm over all sites together; None for none.
     `dropout`: of an update's input, in training.
@@ -74,6 +78,7 @@ class BemConfig:
     level: str = "position"
     token_limit: int = 512
     auto_limits: tuple[int, int] = (64, 256)
+    energy_limits: tuple[float, float] = (0.25, 0.5)
     spectral_cap: float | None = 1.0
     trust_region: float | None = None
     dropout: float = 0.0
@@ -100,7 +105,13 @@ class BemConfig:
         """The levels of which some site may take a code, in the order of `LEVELS`."""
         chunk_sites = any(kind in CHUNK_KINDS for kind in self.sites)
         others = any(kind not in CHUNK_KINDS for kind in self.sites)
-        used = {"position": ("chunk", "token"), "auto": LEVELS}.get(self.level, (self.level,)) if others else ()
+        used = (
+            {"position": ("chunk", "token"), **dict.fromkeys(("auto", "energy", "learned"), LEVELS)}.get(
+                self.level, (self.level,)
+            )
+            if others
+            else ()
+        )
         return tuple(level for level in LEVELS if level in used or (level == "chunk" and chunk_sites))
 
     @classmethod
@@ -145,6 +156,10 @@ class BemConfig:
         fine = isinstance(limits, tuple) and len(limits) == 2 and all(map(is_int, limits))
         fine = fine and 0 <= limits[0] <= limits[1]
         self._check("auto_limits", fine, "give two numbers of tokens, the smaller first")
+        spreads = self.energy_limits
+        fine = isinstance(spreads, tuple) and len(spreads) == 2 and all(map(is_number, spreads))
+        fine = fine and 0 <= spreads[0] <= spreads[1] <= 1
+        self._check("energy_limits", fine, "give two numbers from 0 to 1, the smaller first")
         if self.layers is not None:
             fine = _is_tuple_of_different(self.layers, lambda layer: is_int(layer) and layer >= self.read_layer)
             self._check(
@@ -155,7 +170,12 @@ class BemConfig:
                 f"prefix_tokens is {self.prefix_tokens}, chunk_tokens {self.chunk_tokens}: the prefix is read in whole"
                 " chunks, so give a multiple"
             )
-        if self.level in ("prefix", "token") and all(kind in CHUNK_KINDS for kind in self.sites):
+        if self.level == "learned" and self.trust_region is not None:
+            raise ConfigError(
+                f"trust_region is {self.trust_region} with level='learned', whose sites are limited one by one: use"
+                " spectral_cap alone"
+            )
+        if self.level in ("prefix", "token", "energy", "learned") and all(kind in CHUNK_KINDS for kind in self.sites):
             raise ConfigError(
                 f"level {self.level!r} with sites {', '.join(self.sites)} alone: these take chunk codes. Add 'o' or"
                 " 'down', or use level='chunk'"

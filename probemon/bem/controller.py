@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,6 +107,7 @@ class _Chunks:
     code: Tensor  # [B, K + 1, r]
     summary: Tensor  # [B, K + 1, w]
     confidence: Tensor  # [B, K + 1]
+    energy: Tensor | None  # [B, K + 1], of the chunk before
 
 
 class Guard(Protocol):
@@ -132,9 +134,11 @@ class Controller(nn.Module):
     `guard`: what may fall back to static codes, or None.
     `checkpointed`: with gradients, what lies between the hidden states and the codes is not kept, and the backward
     pass computes it again (Chen et al. 2016).
+    `needed`: the levels of which codes are made, of those that it has routers for.
     `fused`: unless checkpointed, a forward of one column is a step of `probemon.bem.kernels.controller`, in Triton.
     """
 
+    needed: Collection[str] = LEVELS
     guard: Guard | None = None
     checkpointed = False
     fused = False
@@ -172,7 +176,9 @@ class Controller(nn.Module):
         """As `forward`, without a guard. An error leaves the state as if these columns had not been read."""
         before = self.resume(state)
         checkpointed = self.checkpointed and torch.is_grad_enabled()
-        fused = self.fused and not checkpointed and real.shape[1] == 1
+        fused = (
+            self.fused and not checkpointed and real.shape[1] == 1 and self.config.level not in ("energy", "learned")
+        )
         if state.room == 0 and state.n_columns and not fused:  # the kernel sees for itself which rows complete a chunk
             # On a GPU this waits, once in N steps of decoding; the others then have a fraction of the work.
             state.room = int((self.config.chunk_tokens - 1 - before.n % self.config.chunk_tokens).min())
@@ -212,12 +218,15 @@ class Controller(nn.Module):
         confidence = torch.where(real, chunks.confidence[rows, chunks.at], 0.0)
         summary = chunks.summary[rows, chunks.at]
         prefix = chunk = token = None
-        if self.prefix is not None:
-            prefix = self._code(self.prefix, summary, confidence)
-        if self.chunk is not None:
+        if self.prefix is not None and "prefix" in self.needed:
+            by_chunk = self._code(self.prefix, chunks.summary, chunks.confidence)
+            prefix = torch.where(real[..., None], by_chunk[rows, chunks.at], 0.0)
+        if self.chunk is not None and "chunk" in self.needed:
             chunk = torch.where(real[..., None], chunks.code[rows, chunks.at], 0.0)
-        if self.token is not None:
+        if self.token is not None and "token" in self.needed:
             token = self._code(self.token, torch.cat([z, summary], dim=-1), confidence)
+        if chunks.energy is not None:
+            level = self.level_of(chunks.energy)[rows, chunks.at]
         codes = self._codes(prefix, chunk, token, confidence, before.n, real, level, torch.zeros_like(real))
         return z, carry, codes if packing is None else codes.packed(packing)
 
@@ -284,6 +293,11 @@ class Controller(nn.Module):
         short, long = self.config.auto_limits
         return torch.where(lengths < short, PREFIX, torch.where(lengths < long, CHUNK, TOKEN))
 
+    def level_of(self, energy: Tensor) -> Tensor:
+        """Return levels int64 of chunks after ones whose tokens spread by `energy`, under level="energy"."""
+        low, high = self.config.energy_limits
+        return torch.where(energy < low, PREFIX, torch.where(energy < high, CHUNK, TOKEN))
+
     def replay(self, z: Tensor, real: Tensor) -> Carry:
         """Return the carry after these columns: features z `[B, L, w]`, real `[B, L]`."""
         with torch.no_grad():
@@ -310,6 +324,7 @@ class Controller(nn.Module):
             summary=self.default_summary.expand(n_rows, -1),
             log_mass=self.query.new_full((n_rows,), -math.inf),
             confidence=confidence.expand(n_rows),
+            energy=self.query.new_ones(n_rows) if self.config.level == "energy" else None,
         )
 
     def advance(self, carry: Carry, z: Tensor, real: Tensor, closes: bool = True) -> tuple[Carry, _Chunks]:
@@ -331,7 +346,11 @@ class Controller(nn.Module):
         chunks = chunks.view(n_rows, most_closed + 1, size, width)
         if not closes:
             return dataclasses.replace(carry, n=n, open=chunks[:, 0]), _Chunks(
-                torch.zeros_like(slot), carry.code[:, None], carry.summary[:, None], carry.confidence[:, None]
+                torch.zeros_like(slot),
+                carry.code[:, None],
+                carry.summary[:, None],
+                carry.confidence[:, None],
+                None if carry.energy is None else carry.energy[:, None],
             )
         closed = (offset + real.sum(dim=1)) // size
         summary, log_mass = self._summaries(carry, chunks, closed)
@@ -339,11 +358,15 @@ class Controller(nn.Module):
         features = torch.cat([chunks[:, :-1].mean(dim=2), summary[:, 1:]], dim=-1)
         confidence = torch.cat([carry.confidence[:, None], self._confidence(self.confidence(features)[..., 0])], dim=1)
         codes = [carry.code]
-        if self.chunk is not None:
+        routed = self.chunk is not None and "chunk" in self.needed
+        if self.chunk is not None and routed:
             fresh = self._code(self.chunk, features, confidence[:, 1:])
             for k in range(most_closed):
                 codes.append(torch.lerp(fresh[:, k], codes[-1], self.config.ema))
-        code = torch.stack(codes if self.chunk is not None else codes * (most_closed + 1), dim=1)
+        code = torch.stack(codes if routed else codes * (most_closed + 1), dim=1)
+        energy = None
+        if carry.energy is not None:
+            energy = torch.cat([carry.energy[:, None], spread(chunks[:, :-1].detach())], dim=1)
         rows = torch.arange(n_rows, device=z.device)
         after = Carry(
             n=n,
@@ -352,8 +375,9 @@ class Controller(nn.Module):
             summary=summary[rows, closed],
             log_mass=log_mass,
             confidence=confidence[rows, closed],
+            energy=None if energy is None else energy[rows, closed],
         )
-        return after, _Chunks(torch.where(real, slot // size, 0), code, summary, confidence)
+        return after, _Chunks(torch.where(real, slot // size, 0), code, summary, confidence, energy)
 
     def _summaries(self, carry: Carry, chunks: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
         """Prefix summaries at the start of each chunk `[B, K + 1, w]`, and the last one's log denominator `[B]`."""
@@ -385,7 +409,15 @@ class Controller(nn.Module):
 
     def _level(self, n: Tensor, level: Tensor | None) -> Tensor:
         if level is not None:
-            return level[:, None].expand_as(n)
+            return level if level.dim() == 2 else level[:, None].expand_as(n)
+        if self.config.level in ("energy", "learned"):  # of codes that fell back; of sites, which take their own
+            return torch.full_like(n, TOKEN)
         if self.config.level == "position":
             return torch.where(n < self.config.token_limit, TOKEN, CHUNK)
         return torch.full_like(n, LEVELS.index(self.config.level))
+
+
+def spread(z: Tensor) -> Tensor:
+    """Return how far the tokens of chunks spread `[B, K]`, of their features `[B, K, N, w]`: 0 where all are alike."""
+    square = z.square().mean(dim=(-2, -1))
+    return 1 - z.mean(dim=-2).square().mean(dim=-1) / square.clamp(min=torch.finfo(z.dtype).tiny)

@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from probemon.bem.attached import Bem
 from probemon.bem.losses import (
     Batch,
+    applied_codes,
     check_learnable,
-    codes_taken,
     frozen,
     host_inputs,
     mode,
@@ -352,7 +352,7 @@ def _measure(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch]) -> d
                 continue
             with recorded_codes(bem) as recorded, _recorded_inputs(bem.sites) as site_inputs:
                 decoder(**inputs, use_cache=False)
-            applied = bem.governor.apply(codes_taken(bem, recorded[-1]))
+            applied = applied_codes(bem, recorded[-1])
             for site in bem.sites:
                 x = site_inputs[site.key].reshape(*real.shape, -1)[real].double().cpu()
                 twin = twins[site.key]

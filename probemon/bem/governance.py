@@ -38,6 +38,12 @@ from probemon.host.internals import stored_tensors, write_marks
 _n_steps = [0]
 register_optimizer_step_post_hook(lambda *_: _n_steps.__setitem__(0, _n_steps[0] + 1))
 
+
+def optimiser_steps() -> int:
+    """Return how many steps optimisers have taken, which may have written to parameters."""
+    return _n_steps[0]
+
+
 # These bound the memory of a long prompt: matrices whose singular values are computed at once, and cells of them.
 _MOST_MATRICES, _MOST_CELLS = 1 << 14, 1 << 24
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from probemon.bem.checkpoints import Checkpoints
+from probemon.bem.config import LEVELS
 from probemon.bem.forms.form import Form
 from probemon.bem.forms.make import steer
 from probemon.bem.forwards import Forward, check_no_recurrent_state, real_columns
@@ -86,7 +87,6 @@ class HostHooks:
         self._bem, self._states, self._controller = bem, states, bem.controller
         self._host, self._decoder, self._layers = bem._host
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
-        self._groups = {site.chunked for site in bem.sites}
         self._checkpoints = Checkpoints(self._layers[bem.config.read_layer :], self._run_within, self._read)
         # Another one each time: a shadow of an earlier time may lie under someone else's, and must not wake up.
         self.owner, self._thread = _Owner(), _ThreadState()
@@ -268,9 +268,10 @@ class HostHooks:
         bem, forward, controller = self._bem, self._current_forward(), self._controller
         assert forward.real is not None and forward.state is not None
         with _own_precision(hidden.device):
+            if bem.levels is not None:
+                controller.needed = LEVELS if self._decoder.training else bem.levels.needed()
             codes = controller(hidden.to(controller.query.device), forward.real, forward.state)
-            by_group = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in self._groups}
-            forward.applied = bem.governor.apply({chunked: code.flatten(0, 1) for chunked, code in by_group.items()})
+            forward.applied = bem.limited(codes, self._decoder.training)
             eps = bem.config.sparse_eps
             # Where gradients are made nothing is left out: what is has none, so an adapter whose updates are small, as
             # every fresh one's are, would never learn.

@@ -12,11 +12,13 @@ behave.
     update         mean over tokens of the Frobenius norm of the update over all sites, before governance
     decorrelation  mean squared correlation between dimensions of the codes
     flips          max(0, soft flips - 0.1)^2
+    operations     a token, that sites are expected to ask for, under level="learned" (`probemon.bem.levels`)
 
 A token's shares are `c_i^2 / |c|^2`. Entropy alone, with either sign, rewards a fault: a router that gives every token
 to one dimension has the smallest, and one that does not decide has the largest. The difference of the two entropies,
-which is minus the mutual information of token and dimension, is 0 for both. The last four terms are of the codes that
-sites take: the mean over those of chunk-coded sites and those of the others.
+which is minus the mutual information of token and dimension, is 0 for both. Entropy, update, decorrelation and flips
+are of the codes that sites take: the mean over those of chunk-coded sites and those of the others. Under
+level="learned" the others are taken to take token codes, whatever they have chosen.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from probemon.bem.attached import Bem
 from probemon.bem.controller import Codes
 from probemon.bem.forms.form import Form
 from probemon.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
+from probemon.bem.levels import expected_operations
 from probemon.bem.sites import SiteUpdate
 from probemon.core.checks import check_number
 from probemon.errors import BemError, ConfigError
@@ -57,6 +60,7 @@ class LossWeights:
     update: float = 0.001
     decorrelation: float = 0.01
     flips: float = 0.1
+    operations: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -120,6 +124,9 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         terms["decorrelation"] = _mean(decorrelation(codes, real) for codes in taken.values())
     if weights.flips:
         terms["flips"] = _mean(flip_penalty(codes, real, weight=1.0) for codes in taken.values())
+    if weights.operations:
+        n_tokens = max(1, round(float(real.sum()) / len(real)))
+        terms["operations"] = expected_operations(bem, n_tokens)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for name, term in terms.items():
         total = total + getattr(weights, name) * term.to(logits.device)
@@ -265,6 +272,11 @@ def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:
         chunked: codes.of("chunk") if chunked else codes.adaptive()
         for chunked in sorted({site.chunked for site in bem.sites})
     }
+
+
+def applied_codes(bem: Bem, codes: Codes) -> dict[str, Tensor]:
+    """Return codes `[B, T, ..]` by site key as they are applied in evaluation mode, within the limits."""
+    return {key: code.unflatten(0, codes.level.shape) for key, code in bem.limited(codes).items()}
 
 
 @contextmanager

@@ -134,6 +134,11 @@ def check_policy(bem: Bem, policy: Policy) -> None:
     """
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it first")
+    if bem.levels is not None:
+        raise ConfigError(
+            "level is 'learned': sites take codes of several levels, and a policy decides those of one. Train with the"
+            " level that is wanted, or learn levels by probemon.bem.training"
+        )
     if not callable(getattr(policy, "sample", None)) or not callable(getattr(policy, "log_prob", None)):
         raise ConfigError(
             f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob"

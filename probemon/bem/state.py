@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,6 +37,7 @@ class Carry:
     `summary [B, w]`: of the prefix, for that chunk.
     `log_mass [B]`: log of the summary's denominator, -inf before the first complete chunk.
     `confidence [B]`: that chunk's.
+    `energy [B]`: how far the tokens of the last complete chunk spread, under level="energy" alone.
     """
 
     n: Tensor
@@ -45,12 +46,18 @@ class Carry:
     summary: Tensor
     log_mass: Tensor
     confidence: Tensor
+    energy: Tensor | None = None
 
     def select(self, rows: Tensor) -> Carry:
-        return Carry(*(getattr(self, field.name)[rows] for field in fields(self)))
+        return self._each(lambda tensor: tensor[rows])
 
     def detach(self) -> Carry:
-        return Carry(*(getattr(self, field.name).detach() for field in fields(self)))
+        return self._each(Tensor.detach)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Carry:
+        changed: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {name: None if tensor is None else change(tensor) for name, tensor in changed.items()}
+        return Carry(**changed)
 
 
 class ControllerState:

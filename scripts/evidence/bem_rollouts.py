@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bem_learns import N_PREFIX, Bandit, interval, two_domains
-from probemon.bem.grpo import GroupSettings, improve_by_rollouts
+from probemon.bem.grpo import BASELINES, GroupSettings, improve_by_rollouts
 from probemon.bem.losses import Batch
 from probemon.bem.policy import Categorical, Gaussian, regret
 from probemon.bem.rollouts import Rollout, RolloutSettings, roll_out
@@ -158,41 +157,53 @@ def _greedy(n_new: int) -> RolloutSettings:
     return RolloutSettings(n_rollouts=1, max_new_tokens=n_new, temperature=0)
 
 
-def measure(n_seeds: int, n_steps: int) -> dict[str, Any]:
-    """Everything, over seeds."""
-    bandits, writings = [], []
+def bandits(n_seeds: int, n_steps: int) -> dict[str, Any]:
+    """Regret beside that of a uniform choice, over seeds."""
+    rows = []
     for seed in range(n_seeds):
-        for baseline in ("group", "running"):
-            bandits.append(Answers(seed).bandit(baseline, n_steps, 5e-3))
-            print(json.dumps(bandits[-1]), file=sys.stderr)
-        writings.append(Answers(seed).writing(n_steps, 1e-2))
-        print(json.dumps(writings[-1]), file=sys.stderr)
-    found: dict[str, Any] = {"steps": n_steps, "rollouts": N_ROLLOUTS, "bandit": bandits, "writing": writings}
-    for baseline in ("group", "running"):
-        rows = [row for row in bandits if row["baseline"] == baseline]
-        found[f"regret_share_of_uniform_{baseline}"] = interval([row["regret"] / row["uniform_regret"] for row in rows])
-        found[f"last_tenth_share_of_uniform_{baseline}"] = interval(
-            [row["regret_an_answer_by_tenths"][-1] / row["uniform_regret_an_answer"] for row in rows]
-        )
-    found["reward_gained"] = interval([row["after"] - row["before"] for row in writings])
-    found["mean_reward"] = {
-        name: statistics.mean(row[name] for row in writings) for name in ("before", "after", "under_the_arm")
-    }
+        for baseline in BASELINES:
+            rows.append(Answers(seed).bandit(baseline, n_steps, 5e-3))
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    found: dict[str, Any] = {"steps": n_steps, "rollouts": N_ROLLOUTS, "rows": rows}
+    for baseline in BASELINES:
+        of_baseline = [row for row in rows if row["baseline"] == baseline]
+        found[baseline] = {
+            "regret_share_of_uniform": interval([row["regret"] / row["uniform_regret"] for row in of_baseline]),
+            "last_tenth_share_of_uniform": interval(
+                [row["regret_an_answer_by_tenths"][-1] / row["uniform_regret_an_answer"] for row in of_baseline]
+            ),
+        }
     return found
 
 
+def writings(n_seeds: int, n_steps: int, before: dict[str, Any]) -> dict[str, Any]:
+    """Reward on prompts never seen, over seeds; those that `before` has are not measured again."""
+    rows = list(before["rows"]) if before.get("steps") == n_steps else []
+    for seed in range(len(rows), n_seeds):
+        rows.append(Answers(seed).writing(n_steps, 2e-2))
+        print(json.dumps(rows[-1]), file=sys.stderr)
+    return {
+        "steps": n_steps,
+        "rollouts": N_ROLLOUTS,
+        "rows": rows,
+        "gained": interval([row["after"] - row["before"] for row in rows]),
+        "mean": {name: statistics.mean(row[name] for row in rows) for name in ("before", "after", "under_the_arm")},
+    }
+
+
 def main() -> None:
+    """Measure, show, write; each part as it ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "benchmarks" / "bem_rollouts.json")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--only", nargs="+", choices=("bandit", "writing"), default=("bandit", "writing"))
+    parser.add_argument("--seeds", type=int, default=8, help="of writing")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    began = time.perf_counter()
-    found = measure(options.seeds, options.steps)
-    found = {**about(*MEASURES), **found, "seconds": round(time.perf_counter() - began, 1)}
-    write_text_atomically(options.json, json.dumps(found, indent=2) + "\n")
-    print(json.dumps({name: found[name] for name in found if name not in ("bandit", "writing")}, indent=2))
+    found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.is_file() else {}
+    for name in options.only:
+        found[name] = bandits(4, 60) if name == "bandit" else writings(options.seeds, 120, found.get(name, {}))
+        found[name] |= about(*MEASURES)
+        write_text_atomically(options.json, json.dumps({**found, **about(*MEASURES)}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

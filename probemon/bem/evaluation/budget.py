@@ -127,6 +127,8 @@ def _count(hidden: int, sites: Sequence[Site], config: BemConfig) -> int:
         total += 2 * width**2 + 5 * width + width * n + n
     if "prefix" in config.levels:
         total += width**2 + 3 * width + width * n + n
+    if config.level == "learned":
+        total += 3 * sum(not site.chunked for site in sites)
     return total + sum(_of_site(site.n_in, site.n_out, config) for site in sites)
 
 

@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/bem_codes.svg")
     parser.add_argument("--kinds", nargs="+", choices=tuple(HEADERS), default=tuple(HEADERS))
     parser.add_argument("--beside", nargs="+", choices=OTHERS, default=OTHERS, help="what the routed adapter is beside")
+    parser.add_argument("--pictured", choices=(ROUTED, PICTURED), default=PICTURED, help="whose codes are drawn")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains/results")
     arguments = parser.parse_args()
@@ -156,8 +157,8 @@ def main() -> None:
         "cut_host_error": cut_host_error(Domains(arguments.kinds[0])),
         **study(arguments.kinds, arguments.beside, range(arguments.seeds), results),
     }
-    pictured = results.of(Domains("marks"), PICTURED, 0)
-    found["along"] = {"method": PICTURED, "held_out": pictured["held_out"], **pictured["along"]}
+    pictured = results.of(Domains("marks"), arguments.pictured, 0)
+    found["along"] = {"method": arguments.pictured, "held_out": pictured["held_out"], **pictured["along"]}
     for row in found["summary"]:
         over = row.get("over_routed")
         told = "" if over is None else f"{over['mean']:+.4f} ({over['low']:+.4f} to {over['high']:+.4f}) over routed"

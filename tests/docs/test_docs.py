@@ -59,6 +59,18 @@ def test_forms_of_an_update_are_what_was_measured():
     assert sum(mean["rank_mask", "low_rank"]) > own["rank_mask"] > sum(mean["rank_mask", "low_rank, rank 4"])
 
 
+def test_the_reason_to_route_is_what_was_measured():
+    found, page = result("bem_reason.json"), page_of("docs/bem.md")
+    assert flat(figures.reason(found)) in page and found["cut_host_error"] < 1e-5
+    [routed] = [row for row in found["summary"] if row["method"] == "low_rank" and row["headers"] == "marks"]
+    assert f"has {routed['frozen']:.3f} nats, with those of other rows {routed['shuffled']:.3f}" in page
+    others = [row for row in found["summary"] if row["headers"] == "marks" and row["method"] != "low_rank"]
+    assert all(row["over_routed"]["low"] > 0 and row["over_routed"]["n"] == 5 for row in others)
+    sizes = [row["n_trainable"] for row in found["summary"] if row["method"] != "base"]
+    assert max(sizes) / min(sizes) < 1.02
+    assert f"at most {result('bem.json')['claims']['latency_over_lora_pct']['value']:.1f} % more" in page
+
+
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
     measured, page = result("cpu.json"), page_of("docs/performance.md")
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)

@@ -32,13 +32,13 @@ from torch.utils.checkpoint import checkpoint
 
 from probemon.bem.config import LEVELS, BemConfig
 from probemon.bem.packing import Packing
+from probemon.bem.router import FP32, Router, spread
 from probemon.bem.state import Carry, ControllerState
 from probemon.errors import ConfigError
 from probemon.host.internals import named_weights
 
 PREFIX, CHUNK, TOKEN = range(3)
 _CONFIDENT = 2.0  # logit at the start: a fresh adapter is nearly the static one of c = 1
-_FP32: dict[str, Any] = {"dtype": torch.float32}  # whatever torch.set_default_dtype says
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,18 +116,6 @@ class Guard(Protocol):
     def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
 
 
-class Router(nn.Sequential):
-    """`MLP(LayerNorm(.))` from n_in features to r; its code is ones at first, around which it varies."""
-
-    def __init__(self, n_in: int, width: int, rank: int) -> None:
-        super().__init__(
-            nn.LayerNorm(n_in, **_FP32), nn.Linear(n_in, width, **_FP32), nn.SiLU(), nn.Linear(width, rank, **_FP32)
-        )
-        last = self[-1]
-        assert isinstance(last, nn.Linear)
-        nn.init.ones_(last.bias)
-
-
 class Controller(nn.Module):
     """Reads the input of one host layer. Its forward returns `Codes`, which a forward hook on it can see or replace.
 
@@ -147,18 +135,18 @@ class Controller(nn.Module):
         super().__init__()
         self.config = config
         width, rank, levels = config.width, config.code_size, config.levels
-        self.norm = nn.LayerNorm(hidden_size, **_FP32)
-        self.project = nn.Linear(hidden_size, width, **_FP32)
-        self.query = nn.Parameter(torch.zeros(width, **_FP32))  # at first, the mean
-        self.default_summary = nn.Parameter(torch.zeros(width, **_FP32))
+        self.norm = nn.LayerNorm(hidden_size, **FP32)
+        self.project = nn.Linear(hidden_size, width, **FP32)
+        self.query = nn.Parameter(torch.zeros(width, **FP32))  # at first, the mean
+        self.default_summary = nn.Parameter(torch.zeros(width, **FP32))
         # Only where something uses it: DistributedDataParallel stops at a parameter that no loss reaches.
-        self.default_code = nn.Parameter(torch.ones(rank, **_FP32)) if "chunk" in levels else None
-        self.default_confidence = nn.Parameter(torch.tensor(_CONFIDENT, **_FP32))
-        self.confidence = nn.Sequential(nn.LayerNorm(2 * width, **_FP32), nn.Linear(2 * width, 1, **_FP32))
+        self.default_code = nn.Parameter(torch.ones(rank, **FP32)) if "chunk" in levels else None
+        self.default_confidence = nn.Parameter(torch.tensor(_CONFIDENT, **FP32))
+        self.confidence = nn.Sequential(nn.LayerNorm(2 * width, **FP32), nn.Linear(2 * width, 1, **FP32))
         last = self.confidence[-1]
         assert isinstance(last, nn.Linear)
         nn.init.constant_(last.bias, _CONFIDENT)
-        self.log_temperature = nn.Parameter(torch.zeros((), **_FP32))
+        self.log_temperature = nn.Parameter(torch.zeros((), **FP32))
         self.prefix = Router(width, width, rank) if "prefix" in levels else None
         self.chunk = Router(2 * width, width, rank) if "chunk" in levels else None
         self.token = Router(2 * width, width, rank) if "token" in levels else None
@@ -415,9 +403,3 @@ class Controller(nn.Module):
         if self.config.level == "position":
             return torch.where(n < self.config.token_limit, TOKEN, CHUNK)
         return torch.full_like(n, LEVELS.index(self.config.level))
-
-
-def spread(z: Tensor) -> Tensor:
-    """Return how far the tokens of chunks spread `[B, K]`, of their features `[B, K, N, w]`: 0 where all are alike."""
-    square = z.square().mean(dim=(-2, -1))
-    return 1 - z.mean(dim=-2).square().mean(dim=-1) / square.clamp(min=torch.finfo(z.dtype).tiny)

@@ -87,14 +87,14 @@ class Codes:
 
     def packed(self, packing: Packing) -> Codes:
         """Return codes of rows for each sequence as those of the columns that hold them."""
-        of_columns = {
+        of_columns: dict[str, Any] = {
             field.name: packing.join(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
         return dataclasses.replace(self, **of_columns, packing=packing)
 
-    def replace(self, **changes: Tensor) -> Codes:
+    def replace(self, **changes: Any) -> Codes:
         """Return these codes with other tensors, as a forward hook on the controller may."""
         return dataclasses.replace(self, **changes)
 

@@ -91,6 +91,7 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
                 "same of both"
             )
         starts = told
+    assert starts is not None
     _check_host(host, inputs, flash, tokens)
     return Packing.of(starts)
 

@@ -106,9 +106,11 @@ class BemAdapters(nn.Module, BaseTunerLayer):  # type: ignore[misc]
     @property
     def active(self) -> Bem | None:
         """The adapter that steers, or would if adapters were not disabled."""
-        bem = self.named[self.active_adapters[0]] if self.active_adapters else None
-        assert bem is None or isinstance(bem, Bem)
-        return bem
+        return self.by_name()[self.active_adapters[0]] if self.active_adapters else None
+
+    def by_name(self) -> dict[str, Bem]:
+        """Return the adapters by their names."""
+        return {name: bem for name, bem in self.named.items() if isinstance(bem, Bem)}
 
     def enable_adapters(self, enabled: bool) -> None:
         """Let the active adapter steer, or not. What of it learns stays as it is."""
@@ -124,7 +126,7 @@ class BemAdapters(nn.Module, BaseTunerLayer):  # type: ignore[misc]
                 f"adapters {', '.join(names)} cannot steer together, since each would read what the others wrote: set "
                 "one of them"
             )
-        for name, bem in self.named.items():
+        for name, bem in self.by_name().items():
             if name not in names:
                 bem.enabled = False
         super().set_adapter(names, inference_mode=inference_mode)
@@ -133,7 +135,7 @@ class BemAdapters(nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Take an adapter off, and forget it."""
-        self.named[adapter_name].detach()
+        self.by_name()[adapter_name].detach()
         super().delete_adapter(adapter_name)
 
 
@@ -226,7 +228,7 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         if merge:
             self.merge_adapter()
-        for bem in self.bem_adapters.named.values():
+        for bem in self.bem_adapters.by_name().values():
             bem.detach()
         for parameter in self._learned:
             parameter.requires_grad_(True)
@@ -297,9 +299,8 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
 
 def _adapter_of(model: Any, adapter_name: str) -> Bem:
     tuner = model if isinstance(model, BemTuner) else model.base_model
-    bem = tuner.bem_adapters.named[adapter_name]
-    assert isinstance(bem, Bem)
-    return bem
+    adapters: dict[str, Bem] = tuner.bem_adapters.by_name()
+    return adapters[adapter_name]
 
 
 register_peft_method(name="bem", config_cls=BemPeftConfig, model_cls=BemTuner, prefix=BemTuner.prefix)

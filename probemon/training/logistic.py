@@ -222,7 +222,7 @@ def _minimise(
             steps = [(s[going], y[going], rho[going]) for s, y, rho in steps]
         if not len(use):
             return result
-        direction = _direction(grad, steps, lambda q, own=use: solve(q, own))
+        direction = _direction(grad, steps, solve, use)
         slope = (direction * grad).double().sum(1)
         size = torch.ones(len(use), dtype=theta.dtype)
         tried, tried_loss, tried_grad = theta, loss, grad
@@ -251,7 +251,12 @@ def _minimise(
     return result
 
 
-def _direction(grad: Tensor, steps: list[tuple[Tensor, Tensor, Tensor]], solve: Callable[[Tensor], Tensor]) -> Tensor:
+def _direction(
+    grad: Tensor,
+    steps: list[tuple[Tensor, Tensor, Tensor]],
+    solve: Callable[[Tensor, Tensor], Tensor],
+    use: Tensor,
+) -> Tensor:
     """Two-loop recursion of L-BFGS for each problem, begun at a curvature that is known; a pair with rho 0 is left out
     of its own problem alone.
     """
@@ -260,13 +265,13 @@ def _direction(grad: Tensor, steps: list[tuple[Tensor, Tensor, Tensor]], solve: 
         alpha = rho * (s * q).sum(1)
         alphas.append(alpha)
         q -= alpha[:, None] * y
-    q = solve(q)
+    q = solve(q, use)
     if steps:
         scale, newest = torch.ones(len(grad), dtype=grad.dtype), torch.zeros_like(grad)
         for s, y, rho in steps:  # the newest that has curvature says how long a step is
             newest = torch.where(rho[:, None] > 0, y, newest)
             scale = torch.where(rho > 0, (s * y).sum(1), scale)
-        length = (newest * solve(newest)).sum(1)
+        length = (newest * solve(newest, use)).sum(1)
         q *= torch.where(length > 0, scale / length.clamp(min=1e-30), 1.0)[:, None]
     for (s, y, rho), alpha in zip(steps, reversed(alphas), strict=True):
         beta = rho * (y * q).sum(1)

@@ -583,8 +583,8 @@ MUTATIONS = [
     ),
     (
         "tracking/recording.py",
-        "hosts, turn = [*hosts, turn.host, turn.host_after], turn.earlier",
-        "turn = turn.earlier",
+        "switched, marks = switched or turn.switched, [*marks, turn.mark, turn.mark_after]",
+        "pass",
         "an earlier turn of other adapters is not told",
     ),
     (

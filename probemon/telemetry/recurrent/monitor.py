@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -88,9 +88,8 @@ class StateMonitor:
         self._listeners: list[Listener] = []
         self._lock = threading.RLock()
         sites = [site for stack in self.stacks for site in stack.sites]
-        self._watcher = Watcher(
-            model, sites, 0, self._take, on_gap=on_gap if callable(on_gap) else None, on_end=self._ended
-        )
+        told = cast("Callable[[Gap], None]", on_gap) if callable(on_gap) else None
+        self._watcher = Watcher(model, sites, 0, self._take, on_gap=told, on_end=self._ended)
 
     def __enter__(self) -> StateMonitor:
         self._watcher.__enter__()

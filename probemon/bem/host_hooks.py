@@ -87,7 +87,7 @@ class HostHooks:
         self._bem, self._states, self._controller = bem, states, bem.controller
         self._host, self._decoder, self._layers = bem._host
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
-        self._checkpoints = Checkpoints(self._layers[bem.config.read_layer :], self._run_within, self._read)
+        self._checkpoints = Checkpoints(list(self._layers)[bem.config.read_layer :], self._run_within, self._read)
         # Another one each time: a shadow of an earlier time may lie under someone else's, and must not wake up.
         self.owner, self._thread = _Owner(), _ThreadState()
         self._lock, self.n_generating = threading.Lock(), 0

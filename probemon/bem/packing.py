@@ -76,6 +76,7 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
         return None
     starts = None
     if by_position:
+        assert isinstance(positions, Tensor)
         starts = _starts_by_position(positions).expand(tokens.shape[:2])
     if lengths is not None:
         told = _starts_by_lengths(lengths, tokens)

@@ -164,7 +164,8 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
 
         Raises as `attach_bem`.
         """
-        config, adapters = self.peft_config[adapter_name], self.bem_adapters
+        config: Any = self.peft_config[adapter_name]
+        adapters = self.bem_adapters
         if config.task_type not in _TASKS:
             raise NotSupportedHost(
                 f"task_type is {config.task_type}, whose head would have to learn too: give "
@@ -225,7 +226,7 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
     # Parameters of the host that learned before there was an adapter, which `unload` lets learn again.
     _learned: list[nn.Parameter]
 
-    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
         if merge:
             self.merge_adapter()
         for bem in self.bem_adapters.by_name().values():
@@ -234,8 +235,7 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
             parameter.requires_grad_(True)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
-        host: nn.Module = self.model
-        return host
+        return self.model
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `BemError`: an update differs from token to token."""

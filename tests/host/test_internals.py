@@ -229,8 +229,9 @@ def test_tensor_parallel_size_is_one_without_it(model):
     assert internals.tensor_parallel_size(SimpleNamespace(tp_size=2)) == 2
 
 
-def test_checkpoint_function_of_a_layer_is_what_it_runs_by(model):
-    layer, ran = model.model.layers[1], []
+def test_checkpoint_function_of_a_layer_is_what_it_runs_by():
+    model, ran = make_model(), []
+    layer = model.model.layers[1]
     assert internals.checkpoint_function(layer) is None
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     function = internals.checkpoint_function(layer)

@@ -125,8 +125,9 @@ class MemoryState:
     def reduced(self, n_slots: int, decay: float = 1.0) -> MemoryState:
         """Return the state with the `n_slots` strongest slots of each row, in the order that they have.
 
-        What is read stays as it was where the slots that go were read with p = 0; else it moves by at most the p that
-        they had in all, times the largest norm of a value.
+        What is read stays as it was where the slots that go were read with p = 0; else it moves by at most twice the p
+        that they had in all, times the largest norm of a value: once for what they gave, once for the rest, which is
+        scaled up again.
         """
         n_slots = check_count("n_slots", n_slots, least=1, most=self.n_slots)
         order = torch.argsort(self.effective(decay), dim=1, descending=True, stable=True)[:, :n_slots]

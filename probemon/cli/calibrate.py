@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from probemon.cli.options import (
 )
 from probemon.cli.scored_documents import ScoredDocuments, check_readable, concepts_of, labelled
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.core.files import why_not_writable
 from probemon.errors import ConfigError, PackError
 from probemon.offline.documents import MAX_CHARS
 from probemon.offline.windows import Reading
@@ -269,12 +269,9 @@ def _check_target(target: Path) -> None:
     """Raise `PackError` where a folder cannot be made."""
     if target.exists():
         raise PackError(f"{target} exists: choose another folder with --out")
-    above = next(parent for parent in target.absolute().parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PackError(
-            f"{target} cannot be made: {above} is {'not writable' if above.is_dir() else 'a file'}; choose another"
-            " folder with --out"
-        )
+    why = why_not_writable(target)
+    if why:
+        raise PackError(f"{target} cannot be made: {why}; choose another folder with --out")
 
 
 def _beside(pack: str, opened: ProbePack) -> Path:

@@ -105,7 +105,7 @@ def train(
         Path | None,
         typer.Option(help="A folder for hidden states, which another run takes up. Default: in probemon's cache."),
     ] = None,
-    budget: Annotated[float, typer.Option(help="Size of the hidden states on disk, in GB.")] = 4.0,
+    budget: Annotated[float, typer.Option(min=0.01, help="Size of the hidden states on disk, in GB.")] = 4.0,
     seed: Annotated[int, typer.Option(help="The same examples, versions and seed give the same pack.")] = 0,
     name: Annotated[str, typer.Option(help="Name of the pack; else that of its folder.")] = "",
     licence: Annotated[str, typer.Option(help="Licence of the pack, for its manifest.")] = "unstated",

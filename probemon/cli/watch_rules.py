@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.core.aggregate import Aggregator, Doubles, Each, parse
+from probemon.core.files import why_not_writable
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.rules import Event
 from probemon.monitor.sinks import JsonLinesSink
@@ -162,4 +163,7 @@ def scores_sink(path: Path | None) -> JsonLinesSink | None:
         return None
     if path.exists():
         raise ConfigError(f"--out {path} exists: give another name, or remove it")
+    why = why_not_writable(path)
+    if why:
+        raise ConfigError(f"--out {path} cannot be made: {why}. Give another place")
     return JsonLinesSink(path)

@@ -3,6 +3,7 @@
 write_text_atomically(path, text)
 save_tensors(path, {"w1": ...})
 sha256(path)
+why_not_writable(path)                  # "" where a file or folder can be made there
 """
 
 from __future__ import annotations
@@ -40,3 +41,18 @@ def write_text_atomically(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def why_not_writable(path: Path) -> str:
+    """Return why nothing can be made at `path`, empty where it can: tried in the nearest folder that is there.
+
+    Rights alone do not say it: whoever has all of them is told yes, and then no by the file system.
+    """
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        return f"{above} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            return ""
+    except OSError as error:
+        return f"nothing can be written in {above} ({error.strerror})"

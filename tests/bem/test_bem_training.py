@@ -111,7 +111,9 @@ def test_a_forward_that_fills_a_cache_may_be_trained_too():
         for parameter, grad in zip(bem.parameters(), expected, strict=True):
             assert (parameter.grad - grad).abs().max() < 1e-6
         state = bem.state(out.past_key_values)
-        assert not any(x.requires_grad for x in (*state.tensors().values(), *vars(state.carry).values()) if x is not None)
+        assert not any(
+            x.requires_grad for x in (*state.tensors().values(), *vars(state.carry).values()) if x is not None
+        )
 
 
 def test_dropout_is_on_the_update_alone_and_in_training_alone():

@@ -9,7 +9,7 @@ chunk's code was last seen in the row, bit for bit, and else this code again. Th
 true code. Where it is the foretold one, bit for bit, the updates begin with the limits that were computed for it
 before; where it is not, limits are computed as without speculation. Inside a chunk the code stays, and so do its
 limits. Outputs are therefore those of the adapter without speculation, bit for bit for one row; of several rows some
-may be computed in another batch, and differ by rounding (1e-6).
+may be computed in another batch, and differ by rounding (a few 1e-6).
 
 What it can spare is the computing of limits, nothing else: a chunk's code comes from states that lie before the host's
 own layers in the step that ends the chunk before, so it is never waited for, and no token is ever steered by a code

@@ -48,7 +48,7 @@ def test_codes_that_come_again_are_always_foretold_and_random_ones_by_chance():
         assert told["n_kept"] == 3 * n
         plain = stepwise(host, random)
         with speculating(bem) as speculation:
-            assert (stepwise(host, random) - plain).abs().max() < 1e-6
+            assert (stepwise(host, random) - plain).abs().max() < 5e-6
         rate, n_predicted = speculation.stats()["hit_rate"], speculation.stats()["n_predicted"]
         assert n_predicted == rows * (n - 1)
         assert abs(rate - 1 / k) < 3 * math.sqrt((1 / k) * (1 - 1 / k) / n_predicted), rate
@@ -89,7 +89,7 @@ def test_what_is_written_to_parameters_is_seen():
         for part in ids[:, :18].split(1, dim=1):
             other.host(part, past_key_values=cache)
         other.updates["o_1"].U.mul_(3.0)
-        assert (other.host(ids[:, 18:19], past_key_values=cache).logits - found).abs().max() < 1e-6
+        assert (other.host(ids[:, 18:19], past_key_values=cache).logits - found).abs().max() < 5e-6
 
 
 def test_what_cannot_be_foretold_is_refused():

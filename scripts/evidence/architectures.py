@@ -212,6 +212,7 @@ class Host:
         )  # numba would compile in every process
         self.oracle = Oracle(self.model, self.manager)
         self.name, self.kind = name, kind
+        self.masked_later = range(0)  # columns that one turn ran and the next one masks
 
     def try_mode(self, mode: str) -> dict[str, Any]:
         """Whether a mode is exact, and by how much not; `host`: how far the bare host is from its own plain forward."""
@@ -314,12 +315,18 @@ class Host:
                 for i in (result.row == row).nonzero()[0]
                 if not result.coverage.unseen[i]
             }
-            if sorted(at) != columns:
-                return {"outcome": "wrong", "reason": f"row {row}: positions {sorted(at)}, expected {columns}"}
+            of_column = dict(zip(columns, expected, strict=True))
+            for column in self.masked_later:  # the turn before scored it, before anything hid it
+                of_column[column] = self.oracle.forward(out[row, : column + 1].tolist(), encoder)[0][-1]
+            if sorted(at) != sorted(of_column):
+                return {
+                    "outcome": "wrong",
+                    "reason": f"row {row}: positions {sorted(at)}, expected {sorted(of_column)}",
+                }
             for position, i in at.items():
                 scores = torch.zeros(expected.shape[1])
                 scores[torch.as_tensor(result.scores.active(i))] = torch.as_tensor(result.scores.active_scores(i))
-                worst = max(worst, float((scores - expected[columns.index(position)]).abs().max()))
+                worst = max(worst, float((scores - of_column[position]).abs().max()))
                 own = max(own, float((scores - had).abs().amax(1).min()))
         told: dict[str, Any] = {"deviation": _short(worst), "own": _short(own)}
         if not own <= OWN_BAR:
@@ -358,7 +365,7 @@ class Host:
 
     def run(self, mode: str, shift: int = 0) -> tuple[Tensor, list[Line], Any]:
         """`(out, lines, logits)` of one mode; `shift`: of other tokens."""
-        options = dict(MODES[mode])
+        options, self.masked_later = dict(MODES[mode]), range(0)
         if "plain" in options:
             return self.plain(options, shift)
         batch, turns, gap = (options.pop(name, False) for name in ("batch", "turns", "gap"))
@@ -395,6 +402,7 @@ class Host:
             given["attention_mask"] = torch.ones_like(given["input_ids"])
             masked = range(first.sequences.shape[1] - 3, first.sequences.shape[1] - 1) if gap else range(0)
             given["attention_mask"][:, list(masked)] = 0  # as of a row that ended early in a batch
+            self.masked_later = masked
         made = self.model.generate(**given, **common, **options)
         out = made.sequences
         lines: list[Line] = []

@@ -12,9 +12,10 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sha256(path: Path) -> str:
@@ -25,6 +26,8 @@ def sha256(path: Path) -> str:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file, readable by all (safetensors makes it private)."""
+    from safetensors.torch import save_file  # the command line hashes files without torch, which takes seconds to load
+
     save_file(tensors, path)
     path.chmod(0o644)
 

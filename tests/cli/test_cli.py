@@ -244,7 +244,10 @@ def test_inspect_says_what_is_in_the_pack():
         (["watch", "demo", PACK, "--device", "quantum"], "device 'quantum' cannot be used here"),
         (["watch", "other"], "PACK is missing: only the model 'demo' has one that comes with probemon"),
         (["watch", "demo", PACK, "--out", "/proc/none/scores.jsonl"], "nothing can be written in /proc"),
-        (["calibrate", "demo", PACK, PACK, "--out", "/proc/none/pack"], "nothing can be written in /proc"),
+        (
+            ["calibrate", PACK, "--benign", "README.md", "--fpr", "0.01", "--out", "/proc/none/pack"],
+            "nothing can be written in /proc",
+        ),
         (["observe"], "No such command 'observe'"),
         (["inspect", PACK, "--jsno"], "No such option"),
     ],

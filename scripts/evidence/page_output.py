@@ -123,6 +123,8 @@ def main_of_pages() -> int:
     os.environ["COLUMNS"] = "100"
     for library in ("OMP", "OPENBLAS"):  # threads that wait for each other take longer than one, where others work, too
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+    import torch
+
     from probemon import bundled
     from probemon.core.files import write_text_atomically
 
@@ -132,6 +134,8 @@ def main_of_pages() -> int:
     comparable = before["arithmetic"] == here["arithmetic"]
     if not comparable and arguments.check:
         print(f"the pages were renewed on {before['cpu']}, so what they print is not compared", file=sys.stderr)
+        demo = bundled.load_bundled(torch.float32)
+        bundled.load_bundled = lambda *args, **kwargs: demo
     if not comparable and not arguments.check and set(arguments.pages) != set(PAGES):
         parser.error(f"the pages were renewed on {before['cpu']}, which rounds otherwise: renew all of them")
     differing = 0

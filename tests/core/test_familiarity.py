@@ -150,7 +150,7 @@ def test_what_is_of_another_width_is_not_written(tmp_path):
 
 
 def test_code_is_unlike_what_a_pack_without_code_was_calibrated_on(tmp_path):
-    model, tokenizer = load_bundled()
+    model, tokenizer = load_bundled(torch.float32)
     definitions = [concept["definition"] for concept in PACK.concepts]
     prose = [". ".join(definitions[i::14]) for i in range(14)]  # of some 400 tokens each, which begin once
     code = Path("probemon/core/hierarchy.py").read_text(encoding="utf-8")

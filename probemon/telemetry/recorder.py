@@ -376,20 +376,13 @@ class RoutingRecorder:
         sequences = recording.ids
         assert beams is not None and sequences is not None
         decisions = Decisions.join([batch.decisions for batch in pending])
-        n_returned = len(sequences) // (recording.call.n_rows // beams.n_beams)
-        rows, columns, ids = (
-            np.concatenate([getattr(batch.placed, name) for batch in pending]) for name in ("rows", "columns", "ids")
-        )
-        phases = np.concatenate([np.full(len(batch.placed), batch.placed.phase) for batch in pending])
-        index_of = {entry: i for i, entry in enumerate(np.concatenate([batch.entries for batch in pending]).tolist())}
+        batches = [batch.placed for batch in pending]
+        columns, ids = (np.concatenate([getattr(placed, name) for placed in batches]) for name in ("columns", "ids"))
+        phases = np.concatenate([np.full(len(placed), placed.phase) for placed in batches])
         latency_us = float(np.mean([batch.latency_us for batch in pending]))
-        counted, history = np.zeros(len(rows), dtype=bool), History(len(sequences), decisions.n_streams)
-        for row, sequence in enumerate(sequences):
-            b = row // n_returned
-            entries, _ = beams.follow(b, sequence[beams.begin :])
-            prompt = np.flatnonzero((phases == PROMPT) & (rows == b * beams.n_beams))
-            generated = [index_of[entry] for entry in entries if entry in index_of]  # one that is missing was unseen
-            path = np.concatenate([prompt, generated]).astype(np.int64)
+        counted, history = np.zeros(len(columns), dtype=bool), History(len(sequences), decisions.n_streams)
+        paths = beams.paths(sequences, recording.call.n_rows, batches, [batch.entries for batch in pending])
+        for row, (path, _) in enumerate(paths):
             of_row = decisions.take(path)
             changes = history.compare(np.full(len(path), row), of_row)
             for phase in (PROMPT, GENERATED):

@@ -4,6 +4,7 @@
     origin = beams.advance(ids, first_entry=24)         # before each forward: rows [B * n_beams] it comes from
     beams.ended(ids, done)                              # what the stopping criteria said of the candidates
     entries, n = beams.follow(b, generated_ids)         # afterwards: the entries of one returned sequence
+    beams.paths(sequences, n_rows, batches, entries)    # where all returned sequences stand in what was kept
 
 A hypothesis is known by its tokens: whatever row it was computed in, a sequence of ids has one history. That needs
 no `beam_indices`, and holds without a cache too.
@@ -11,13 +12,16 @@ no `beam_indices`, and holds without a cache too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from probemon.core.hierarchy import Ints
+from probemon.core.scores import PROMPT
 from probemon.errors import AlignmentError
+from probemon.tracking.align import PlacedTokens
 
 Key = tuple[int, bytes]
 
@@ -73,6 +77,24 @@ class Beams:
             entry = self.children[entry, token]
             entries.append(entry)
         return entries, n
+
+    def paths(
+        self, sequences: Ints, n_rows: int, batches: Sequence[PlacedTokens], entries: Sequence[Ints]
+    ) -> Iterator[tuple[Ints, bool]]:
+        """Yield of each returned sequence where its tokens stand in the batches that ran, in order, and whether all do.
+
+        `n_rows` ran in every forward; `entries`: those of each batch's tokens. Of a prompt, the first beam's are taken.
+        """
+        rows = np.concatenate([batch.rows for batch in batches])
+        prompt = np.concatenate([np.full(len(batch), batch.phase == PROMPT) for batch in batches])
+        index_of = {entry: i for i, entry in enumerate(np.concatenate(entries).tolist())}
+        n_returned = len(sequences) // (n_rows // self.n_beams)
+        for number, sequence in enumerate(sequences):
+            b = number // n_returned
+            followed, _ = self.follow(b, sequence[self.begin :])
+            generated = [index_of[entry] for entry in followed if entry in index_of]  # one that is missing was unseen
+            begun = np.flatnonzero(prompt & (rows == b * self.n_beams))
+            yield np.concatenate([begun, generated]).astype(np.int64), len(generated) == len(followed)
 
 
 def root(b: int) -> int:

@@ -77,7 +77,7 @@ def test_states_are_those_of_the_cache_at_every_token(host):
     handle.remove()
     assert torch.equal(out, bare) and n_hooks(host) == 0
     assert len(differences) == 3 * 7 and max(differences) < 1e-6  # the prompt, then 6 tokens that were run
-    assert monitor.n_tokens == 12 + 3 * 6 and monitor.n_unseen == monitor.n_unknown == 0
+    assert monitor.n_tokens == 12 + 3 * 6 and monitor.n_unseen == monitor.n_unknown == 0 and monitor.failures == []
 
 
 def test_states_of_beams_are_those_of_a_forward_of_what_was_returned(host):
@@ -183,11 +183,50 @@ def test_alerts_hold_while_what_they_say_holds():
     assert any("ssm.1" in alert and "not finite" in alert for alert in broken)
 
 
+@pytest.mark.parametrize("states", [False, True])
+def test_what_is_not_finite_is_counted_apart_and_ends_nothing(states):
+    host = make_host("mamba")  # mamba2 computes a chunk at once: what is NaN there is NaN in the tokens before it, too
+    whole = []
+    for rows in (BATCH[[0, 2]], None):
+        with StateMonitor(host, states=states) as monitor, torch.no_grad():
+            if rows is None:
+                host(BATCH[1:2, :1])
+            else:
+                host.generate(rows, attention_mask=rows != PAD, suppress_tokens=[44], **GREEDY)
+        whole.append(monitor.report()["ssm.1"])
+        assert whole[-1]["n_not_finite"] == 0 and monitor.alerts == []
+    with torch.no_grad():
+        host.get_input_embeddings().weight[44] = math.nan  # the second token of one row, whose state is lost with it
+    with StateMonitor(host, states=states) as monitor:
+        # Its embedding is its row of the unembedding, too.
+        host.generate(BATCH, attention_mask=BATCH != PAD, suppress_tokens=[44], **GREEDY)
+    said = monitor.report()["ssm.1"]
+    assert (monitor.n_tokens, said["n_tokens"], said["n_not_finite"]) == (30, 20, 10)
+    assert [alert.split()[0] for alert in monitor.alerts if "not finite" in alert] == ["ssm.0:", "ssm.1:"]
+    for key in ("delta_mean", "length_mean", *(("norm", "update_share") if states else ())):
+        assert said[key] == pytest.approx((19 * whole[0][key] + whole[1][key]) / 20, rel=1e-5), key
+    with torch.no_grad():
+        host.get_input_embeddings().weight[1:] = math.nan
+    with StateMonitor(host, states=states) as monitor:
+        host.generate(BATCH[1:2], **GREEDY)
+    assert monitor.report()["ssm.0"] == {"n_tokens": 0, "n_not_finite": 11}
+
+
+def test_a_listener_that_fails_ends_no_generation():
+    host = make_host("mamba2")
+    with StateMonitor(host) as monitor:
+        monitor.listen(lambda row, placed, told: 1 / 0)
+        assert host.generate(BATCH[1:2], **GREEDY).shape == (1, 12)
+    assert {type(error) for error in monitor.failures} == {ZeroDivisionError} and monitor.n_tokens == 11
+
+
 def test_hosts_without_recurrent_layers_are_refused_and_wrong_settings():
     llama = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**SIZES, **HYBRID}))
     with pytest.raises(NotSupportedHost, match="state-space"):
         StateMonitor(llama)
     with pytest.raises(ConfigError, match="on_gap"):
         StateMonitor(make_host("mamba2"), on_gap="pass")
+    with pytest.raises(ConfigError, match="callable"):
+        StateMonitor(make_host("mamba2")).listen(None)
     with StateMonitor(make_host("mamba2")) as monitor, pytest.raises(ConfigError, match="no state of row 0"):
         monitor.state_of(0)

@@ -95,16 +95,23 @@ def _stacked(mixers: list[tuple[int, Any]], name: str) -> Tensor:
     return torch.stack(parts)
 
 
-def _convolve(mixers: list[tuple[int, Any]], new: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the convolved `[S, n, C]` of `new` after `tail` `[S, K - 1, C]`, and the next tail."""
-    weight = _stacked(mixers, "conv1d.weight").squeeze(2)  # [S, C, K]
-    width = weight.shape[-1]
-    tail = new.new_zeros(len(new), width - 1, new.shape[-1]) if tail is None else tail
-    whole = torch.cat([tail, new], dim=1)
-    convolved = torch.einsum("stck,sck->stc", whole.unfold(1, width, 1), weight)
-    if mixers[0][1].conv1d.bias is not None:
-        convolved = convolved + _stacked(mixers, "conv1d.bias")[:, None]
-    return mixers[0][1].act(convolved), whole[:, 1 - width :] if width > 1 else whole[:, :0]
+class _Convolution:
+    """What the `conv1d` of S layers and the activation after it make of their part of the projection."""
+
+    def __init__(self, mixers: list[tuple[int, Any]]) -> None:
+        first = mixers[0][1]
+        self._weight = _stacked(mixers, "conv1d.weight").squeeze(2)  # [S, C, K]
+        self._bias = None if first.conv1d.bias is None else _stacked(mixers, "conv1d.bias")[:, None]
+        self._act = first.act
+
+    def __call__(self, new: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the convolved `[S, n, C]` of `new` after `tail` `[S, K - 1, C]`, and the next tail."""
+        width = self._weight.shape[-1]
+        tail = new.new_zeros(len(new), width - 1, new.shape[-1]) if tail is None else tail
+        whole = torch.cat([tail, new], dim=1)
+        convolved = torch.einsum("stck,sck->stc", whole.unfold(1, width, 1), self._weight)
+        convolved = convolved if self._bias is None else convolved + self._bias
+        return self._act(convolved), whole[:, 1 - width :] if width > 1 else whole[:, :0]
 
 
 def _several(output: Tensor) -> Tensor:
@@ -122,7 +129,7 @@ class Mamba2:
     state_dims = (-2, -1)
 
     def __init__(self, mixers: list[tuple[int, Any]], *, states: bool) -> None:
-        self._mixers, first = mixers, mixers[0][1]
+        first = mixers[0][1]
         self.names = [f"ssm.{layer}" for layer, _ in mixers]
         self.limit = (float(first.time_step_limit[0]), float(first.time_step_limit[1]))
         self._n_heads, self._n_groups = int(first.num_heads), int(first.n_groups)
@@ -130,6 +137,7 @@ class Mamba2:
         self._a = -_stacked(mixers, "A_log").exp()
         self._bias = _stacked(mixers, "dt_bias")
         self._states = states
+        self._convolve = _Convolution(mixers) if states else None
         width = (first.in_proj.out_features if states else self._n_heads) + 1
         self.sites = [
             Site(name, mixer.in_proj, self._reader(mixer), width=width)
@@ -155,7 +163,8 @@ class Mamba2:
     def updates(self, projected: Tensor, tail: Tensor | None) -> Updates:
         steps = self.steps(projected)
         inner, group = self._n_heads * self._head, self._n_groups * self._n
-        convolved, tail = _convolve(self._mixers, projected[..., inner : 2 * inner + 2 * group], tail)
+        assert self._convolve is not None
+        convolved, tail = self._convolve(projected[..., inner : 2 * inner + 2 * group], tail)
         x, b, _ = convolved.split([inner, group, group], dim=-1)
         x = x.unflatten(-1, (self._n_heads, self._head))
         b = b.unflatten(-1, (self._n_groups, self._n)).repeat_interleave(self._n_heads // self._n_groups, dim=2)
@@ -173,7 +182,7 @@ class Mamba1:
     limit = (0.0, float("inf"))
 
     def __init__(self, mixers: list[tuple[int, Any]], *, states: bool) -> None:
-        self._mixers, first = mixers, mixers[0][1]
+        first = mixers[0][1]
         self.names = [f"ssm.{layer}" for layer, _ in mixers]
         self._d, self._n = first.A_log.shape
         self._rank = int(first.time_step_rank)
@@ -181,6 +190,8 @@ class Mamba1:
         self._a = -_stacked(mixers, "A_log").exp()
         self._weight, self._bias = _stacked(mixers, "dt_proj.weight"), _stacked(mixers, "dt_proj.bias")
         self._states = states
+        self._convolve = _Convolution(mixers) if states else None
+        self._x_weight = _stacked(mixers, "x_proj.weight") if states else None
         self._norms: list[Mapping[str, Any]] = [
             {
                 name: copy.deepcopy(module).float().cpu()
@@ -212,8 +223,9 @@ class Mamba1:
         return Steps(dt, dt[..., None] * self._a[:, None, self.channels])
 
     def updates(self, projected: Tensor, tail: Tensor | None) -> Updates:
-        x, tail = _convolve(self._mixers, projected[..., : self._d], tail)
-        low = torch.einsum("snd,skd->snk", x, _stacked(self._mixers, "x_proj.weight"))
+        assert self._convolve is not None and self._x_weight is not None
+        x, tail = self._convolve(projected[..., : self._d], tail)
+        low = torch.einsum("snd,skd->snk", x, self._x_weight)
         low, b, _ = low.split([self._rank, self._n, self._n], dim=-1)
         dt = self._dt(low, slice(None))
         added = (dt * x)[..., None] * self._normed("b_layernorm", b)[..., None, :]

@@ -12,6 +12,7 @@ count. With beams they count when `generate()` returns, those that several retur
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -38,6 +39,7 @@ from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watcher import Watcher
 
+LOG = logging.getLogger(__name__)
 Listener = Callable[[int, PlacedTokens, dict[str, Told]], object]
 
 
@@ -86,6 +88,7 @@ class StateMonitor:
         self._tallies = [StateTally(stack.names, stack.limit) for stack in self.stacks]
         self._kept: weakref.WeakKeyDictionary[Recording, _Kept] = weakref.WeakKeyDictionary()
         self._listeners: list[Listener] = []
+        self.failures: list[Exception] = []  # of listeners
         self._lock = threading.RLock()
         sites = [site for stack in self.stacks for site in stack.sites]
         told = cast("Callable[[Gap], None]", on_gap) if callable(on_gap) else None
@@ -102,8 +105,10 @@ class StateMonitor:
 
     def listen(self, listener: Listener) -> None:
         """Call `listener(row, tokens, told)` with the tokens of a row, in order: `told` has a `Told` for each stack, by
-        the names of its layers, joined by spaces.
+        the names of its layers, joined by spaces. Its errors are logged and kept in `failures`; they end no generation.
         """
+        if not callable(listener):
+            raise ConfigError(f"listen takes a callable, not {listener!r}")
         self._listeners.append(listener)
 
     @property
@@ -172,22 +177,15 @@ class StateMonitor:
             beams, sequences = recording.beams, recording.ids
             if kept is None or beams is None or sequences is None or not kept.pending:
                 return
-            entries = np.concatenate([entries for _, entries, _ in kept.pending])
-            rows, columns, ids, offsets = (
-                np.concatenate([getattr(placed, name) for placed, _, _ in kept.pending])
-                for name in ("rows", "columns", "ids", "offsets")
+            batches = [placed for placed, *_ in kept.pending]
+            columns, ids, offsets = (
+                np.concatenate([getattr(placed, name) for placed in batches]) for name in ("columns", "ids", "offsets")
             )
             whole = [torch.cat([arrays[i] for *_, arrays in kept.pending], dim=1) for i in range(len(self.stacks))]
-            index_of = {entry: i for i, entry in enumerate(entries.tolist())}
-            counted = np.zeros(len(rows), dtype=bool)
-            each = len(sequences) // (recording.call.n_rows // beams.n_beams)
-            for row, sequence in enumerate(sequences):
-                b = row // each
-                followed, _ = beams.follow(b, sequence[beams.begin :])
-                prompt = np.flatnonzero((columns < beams.begin + recording.offset) & (rows == b * beams.n_beams))
-                generated = [index_of[entry] for entry in followed if entry in index_of]
-                path = np.concatenate([prompt, generated]).astype(np.int64)
-                unknown = recording.call.first_column > 0 or bool(kept.unknown) or len(generated) < len(followed)
+            counted = np.zeros(len(columns), dtype=bool)
+            paths = beams.paths(sequences, recording.call.n_rows, batches, [entries for _, entries, _ in kept.pending])
+            for row, (path, complete) in enumerate(paths):
+                unknown = recording.call.first_column > 0 or bool(kept.unknown) or not complete
                 placed = PlacedTokens(np.full(len(path), row), columns[path], offsets[path], ids[path], 0)
                 self._count(row, placed, [part[:, path] for part in whole], _Row(), unknown, new=~counted[path])
                 counted[path] = True
@@ -212,9 +210,14 @@ class StateMonitor:
             told = self._follow(stack, projected, of_stack, position)
             told_of[" ".join(stack.names)] = told
             if len(which):
-                tally.add(_part(told, which), known=not unknown)
+                tally.add(told.take(which), known=not unknown)
         for listener in self._listeners:
-            listener(row, placed, told_of)
+            try:
+                listener(row, placed, told_of)
+            except Exception as error:
+                if len(self.failures) < 1000:
+                    self.failures.append(error)
+                LOG.error("a listener failed, the generation went on: %s: %s", type(error).__name__, error)
 
     def _follow(self, stack: Stack, projected: Tensor, row: _RowOfStack, position: Tensor) -> Told:
         """Go on with a row's lengths and states, and say what its tokens did."""
@@ -271,19 +274,3 @@ def _by_row(placed: PlacedTokens) -> Iterator[tuple[int, Ints]]:
     for row in np.unique(placed.rows).tolist():
         which = np.flatnonzero(placed.rows == row)
         yield row, which[np.argsort(placed.columns[which], kind="stable")]
-
-
-def _part(told: Told, which: Tensor) -> Told:
-    def take(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:, which]
-
-    return Told(
-        told.dt[:, which],
-        told.log_decay[:, which],
-        told.length[:, which],
-        told.position[which],
-        take(told.norm),
-        take(told.share),
-        take(told.grown),
-        told.state,
-    )

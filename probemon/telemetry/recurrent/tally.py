@@ -51,13 +51,36 @@ class Told:
         """Where at least half of a layer's decays are under exp(-3), `[S, n]`."""
         return (self.log_decay < RESET).float().mean(dim=-1) >= 0.5
 
+    def finite(self) -> Tensor:
+        """Where a layer's step, decays, lengths and the norm of its state are finite, `[S, n]`."""
+        finite = self.dt.isfinite().all(-1) & self.log_decay.isfinite().all(-1) & self.length.isfinite().all(-1)
+        return finite if self.norm is None else finite & self.norm.isfinite()
+
+    def take(self, which: Tensor) -> Told:
+        """Return the tokens `which` (indices, or a mask) alone, with the state after all of them."""
+
+        def taken(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[:, which]
+
+        return Told(
+            self.dt[:, which],
+            self.log_decay[:, which],
+            self.length[:, which],
+            self.position[which],
+            taken(self.norm),
+            taken(self.share),
+            taken(self.grown),
+            self.state,
+        )
+
 
 class StateTally:
     """Of layers of one kind. `limit`: the least and the largest step."""
 
     def __init__(self, names: list[str], limit: tuple[float, float]) -> None:
         self._names, self._limit = names, limit
-        self.n_tokens = self._n_window = 0
+        self.n_tokens = self._n_finite = self._n_window = 0
+        self._n_not_finite = [0] * len(names)
         self._n_known = self._n_full = self._n_window_known = 0  # of which all that came before was seen
         self._steps = [LogSketch() for _ in names]
         self._sums: dict[str, Tensor] = {}
@@ -71,9 +94,22 @@ class StateTally:
         return list(self._raised.values())
 
     def add(self, told: Told, *, known: bool = True) -> None:
-        """Count n tokens; judge alerts wherever a window is full. `known`: whether all tokens before were seen."""
+        """Count n tokens; judge alerts wherever a window is full. `known`: whether all tokens before were seen.
+
+        A token that is not finite in one of the layers is only counted: one of them would make every mean NaN.
+        """
+        self.n_tokens += told.dt.shape[1]
+        finite = told.finite()
+        if not bool(finite.all()):
+            for i, (name, lost) in enumerate(zip(self._names, (~finite).sum(dim=1).tolist(), strict=True)):
+                self._n_not_finite[i] += lost
+                if lost:
+                    self._set(name, "not finite", True, f"what {self._n_not_finite[i]} tokens left is not finite")
+            told = told.take(finite.all(dim=0))
         n = told.dt.shape[1]
-        self.n_tokens += n
+        if not n:
+            return
+        self._n_finite += n
         self._n_window += n
         for sketch, dt in zip(self._steps, told.dt, strict=True):
             sketch.add_all(dt.flatten().numpy())
@@ -114,16 +150,16 @@ class StateTally:
         if told.norm is None or told.share is None or told.grown is None:
             return
         _add(self._sums, {"norm": told.norm.sum(-1), "share": told.share.sum(-1)})
-        self._state = told.state
+        if told.state is not None and bool(told.state.isfinite().all()):
+            self._state = told.state
         grown = told.grown.nan_to_num(0.0).amax(dim=1).tolist()
-        for name, norm, ratio in zip(self._names, told.norm, grown, strict=True):
-            if not bool(norm.isfinite().all()):
-                self._set(name, "not finite", True, "the state is not finite")
+        for name, ratio in zip(self._names, grown, strict=True):
             self._judge(name, "grows", ratio, _MOST_GROWTH, f"its state grew {ratio:.1f} times in {WINDOW} tokens")
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Return by layer what its tokens add up to; empty without tokens.
 
+        - `n_tokens` that are finite in every layer of the kind, of which all else is told; `n_not_finite` in this one
         - `delta_mean`, `delta_p5`, `delta_p50`, `delta_p95`: the step; `open`: the share of steps over ten times the
           median; `at_limit`: the share at the least or largest step
         - `half_life_p5`, `half_life_p50`, `half_life_p95`: in tokens, over heads
@@ -134,11 +170,14 @@ class StateTally:
         return {name: self._of_layer(i) for i, name in enumerate(self._names)} if self.n_tokens else {}
 
     def _of_layer(self, i: int) -> dict[str, Any]:
-        n, sums, steps = self.n_tokens, self._sums, self._steps[i]
+        n, sums, steps = self._n_finite, self._sums, self._steps[i]
+        if not n:
+            return {"n_tokens": 0, "n_not_finite": self._n_not_finite[i]}
         half = math.log(2) / (-sums["log_decay"][i] / n).double()
         quantiles = torch.quantile(half, torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
         told: dict[str, Any] = {
             "n_tokens": n,
+            "n_not_finite": self._n_not_finite[i],
             "delta_mean": float(sums["dt"][i]) / n,
             **{f"delta_p{int(100 * q)}": steps.quantile(q) for q in (0.05, 0.5, 0.95)},
             "open": steps.share_over(_OPEN * steps.quantile(0.5)),
@@ -153,7 +192,7 @@ class StateTally:
             told |= {
                 "norm": float(sums["norm"][i]) / self._n_known,
                 "update_share": float(sums["share"][i]) / self._n_known,
-                "effective_rank": float(effective_rank(self._state[i].nan_to_num()).mean()),
+                "effective_rank": float(effective_rank(self._state[i]).mean()),
             }
         return told
 

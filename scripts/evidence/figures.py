@@ -6,6 +6,7 @@ python scripts/evidence/figures.py --stale                           # files old
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -440,12 +441,18 @@ TABLES = {
 
 def main() -> None:
     """Print every table of a result file, or which files are stale."""
-    path = Path(sys.argv[1])
-    if str(path) == "--stale":
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("path", nargs="?", type=Path, metavar="FILE", help="such as docs/benchmarks/cpu.json")
+    parser.add_argument("--stale", action="store_true", help="name files older than the code they measure; 1 for any")
+    arguments = parser.parse_args()
+    path = arguments.path
+    if arguments.stale:
         stale = dict(stale_files(Path("docs/benchmarks")))
         for name, changed in stale.items():
             print(f"{name}: {', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}")
         sys.exit(1 if stale else 0)
+    if path is None or path.name not in TABLES:
+        parser.error(f"no table is made from {path}; there are some of {', '.join(sorted(TABLES))}")
     found = json.loads(path.read_text(encoding="utf-8"))
     for table in TABLES[path.name]:
         print("\n".join(table(found)), end="\n\n")

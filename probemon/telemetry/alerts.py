@@ -24,14 +24,14 @@ from probemon.bem.config import LEVELS
 from probemon.core.checks import is_int, is_number, shown
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
-from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
+from probemon.telemetry.decisions import BEM, MOE, SLOTS, XLORA, Numbers, Stream
 from probemon.telemetry.statistics import METRICS, RoutingStatistics, over
 
 MEMORY = "memory_share"  # a metric of the machine, not of routers
 # Windows whose median a drift is measured from: odd, so that it is the value of one, and two bad ones are outvoted.
 _BASELINE = 5
 _PER_EXPERT = 100  # choices a window must hold for each expert, before one of them is said to have none
-_DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM)
+_DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM, SLOTS)
 _VARYING = ("chunk", "token")  # levels whose codes change within a sequence
 Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and tokens of a window
 

@@ -5,7 +5,8 @@
     history = History(n_rows, n_streams)
     changes = history.compare(rows, decisions)      # against the token before each, of the same row
 
-A stream is one router: that of a layer of a mixture of experts, one level of a BEM controller, an X-LoRA classifier.
+A stream is one router: that of a layer of a mixture of experts, one level of a BEM controller, an X-LoRA classifier,
+the reads of one memory.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from probemon.core.hierarchy import Ints, Mask
 Numbers = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 
-MOE, XLORA, BEM = "moe", "xlora", "bem"
+MOE, XLORA, BEM, SLOTS = "moe", "xlora", "bem", "memory"
 LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code, rounded: beyond it its products would leave no room in 64 bits
 SAME = 1e-4  # codes that differ by less, relative to their size, are one: a prompt's and a step's sums differ in order
-_BY_STREAM = ("raw", "weights", "top_idx", "top_w", "decided", "steering")  # fields [S, n, ...]; the others are [n]
+# Fields [S, n, ...]; the others are [n].
+_BY_STREAM = ("raw", "weights", "top_idx", "top_w", "top_position", "top_token", "decided", "steering")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One router: its `source` ("moe", "xlora", "bem"), the site where it is read, its host layer, its BEM level.
+    """One router: its `source`, the site where it is read, its host layer, its BEM level.
 
-    `layer` is -1 where it is of no layer in particular, `level` "" where it gives no BEM code.
+    `source` is "moe", "xlora", "bem" or "memory". `layer` is -1 where it is of no layer in particular, `level` "" where
+    it gives no BEM code.
     """
 
     source: str
@@ -59,6 +62,8 @@ class Decisions:
     - `level [n]`: of codes, the number of the stream whose code most sites take; None where the router does not say.
     - `steering [S, n]`: of codes, False where no site takes that level, and in a row's first chunk, whose code is a
       learned constant. None means True for all.
+    - `top_position`, `top_token` `[S, n, k]`: of memory slots, which token each was written at: its place among the
+      real tokens of its row, and its id; -1 for none. None for other routers.
     """
 
     raw: Singles
@@ -73,6 +78,8 @@ class Decisions:
     chunk: Ints | None = None
     level: Ints | None = None
     steering: Mask | None = None
+    top_position: Ints | None = None
+    top_token: Ints | None = None
 
     @classmethod
     def of(cls, raw: Singles, weights: Numbers | None, top_idx: Ints, top_w: Singles, **more: object) -> Decisions:

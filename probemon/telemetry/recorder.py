@@ -29,7 +29,7 @@ from probemon.monitor.delivery import Delivery
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
 from probemon.telemetry.baseline import check_baseline, entries, read_baseline, write_baseline
 from probemon.telemetry.captures import timed, to_host
-from probemon.telemetry.decisions import MOE, Changes, Decisions, History, Singles, Stream
+from probemon.telemetry.decisions import BEM, XLORA, Changes, Decisions, History, Singles, Stream
 from probemon.telemetry.latency import Latencies
 from probemon.telemetry.records import RoutingRecord
 from probemon.telemetry.routers import BemController, Source, find_sources
@@ -431,7 +431,7 @@ class RoutingRecorder:
                 rows=placed.rows,
                 positions=placed.columns - recording.offset,
                 steps=steps,
-                has_norm=source.kind != MOE,
+                has_norm=source.kind in (BEM, XLORA),
                 run_id=self.run_id,
                 request_id=recording.request or str(recording.number),
                 source=source.kind,

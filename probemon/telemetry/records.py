@@ -41,6 +41,8 @@ class RoutingRecord:
     - `layer`, `site`, `source`, `level`: see `Stream`.
     - `boundary`: the decision was made at this token; `reused`: it is one of an earlier line.
     - `top_idx`, `top_w`: what was chosen and how much of it, most first.
+    - `top_position`, `top_token` `[N, k]`: of memory slots, which token each was written at (its place among the real
+      tokens of its row, and its id; -1 for none); None of other routers.
     - `h_decision`: entropy in units of log E, NaN for codes and for what is not finite.
     - `code_norm`: norm of a code or of scalings.
     - `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does not give them.
@@ -64,6 +66,8 @@ class RoutingRecord:
     boundary: Mask
     top_idx: Ints
     top_w: Singles
+    top_position: Ints | None
+    top_token: Ints | None
     h_decision: Singles
     code_norm: Singles
     delta_rel_norm: Singles
@@ -140,6 +144,8 @@ class RoutingRecord:
             boundary=decided,
             top_idx=decisions.top_idx[stream, token],
             top_w=decisions.top_w[stream, token],
+            top_position=None if decisions.top_position is None else decisions.top_position[stream, token],
+            top_token=None if decisions.top_token is None else decisions.top_token[stream, token],
             h_decision=h,
             code_norm=norm,
             delta_rel_norm=decisions.delta_rel_norm[token],
@@ -192,7 +198,7 @@ class RoutingParquet(FileSink):
             "dropped": pa.int64(),
             "t_capture_us": pa.float64(),
             **dict.fromkeys(("boundary", "flip", "reused", "fallback"), truth),
-            "top_idx": pa.list_(whole),
+            **dict.fromkeys(("top_idx", "top_position", "top_token"), pa.list_(whole)),
             "top_w": pa.list_(number),
             **dict.fromkeys(("h_decision", "code_norm", "delta_rel_norm", "sigma1", "confidence"), number),
         }

@@ -1,6 +1,6 @@
 """Sources: the routers of a model, the sites where they are tapped, and how what they give becomes decisions.
 
-    sources = find_sources(model)                   # of a mixture of experts, of X-LoRA around it
+    sources = find_sources(model)                   # of experts, of memory slots, of X-LoRA around it
     sources = find_sources(model, bem=bem)          # and a BEM controller
     for source in sources:
         source.sites                                # for the Watcher, which knows whose each token is
@@ -26,6 +26,7 @@ from probemon.host.internals import xlora_classifier
 from probemon.host.model import find_layers
 from probemon.host.tap import Site
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
+from probemon.telemetry.slot_memories import slot_memories
 
 _SHOWN = 4  # largest weights or dimensions recorded of a router that chooses none
 
@@ -50,7 +51,7 @@ class Source(Protocol):
 
 
 def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
-    """Return every router of an unwrapped host: of its layers, of X-LoRA, and of `bem`.
+    """Return every router of an unwrapped host: of its layers, of its memories, of X-LoRA, and of `bem`.
 
     `bem` is what attach_bem returned, or its controller. Raises `NotSupportedHost` where there is no router,
     `ConfigError` for an adapter that is not on this host.
@@ -59,6 +60,7 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
     for name, layer, router in _routers(model):
         groups.setdefault((router.weight.shape[0], int(router.top_k)), []).append((name, layer, router))
     sources: list[Source] = [ExpertRouters(routers, *sizes) for sizes, routers in groups.items()]
+    sources += slot_memories(model)
     xlora = xlora_of(model)
     if xlora is not None:
         sources.append(XLoraClassifier(xlora[0]))
@@ -66,10 +68,10 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
         sources.append(BemController(bem, model))
     if not sources:
         raise NotSupportedHost(
-            f"{type(model).__name__} has no router that is known: neither experts (modules of its layers with weight"
-            " [experts, hidden size] and top_k) nor X-LoRA. A BEM adapter is watched where it is named, as what"
-            " attach_bem returned: manager.attach(..., routing=RoutingSettings(bem=bem)), RoutingMonitor(model,"
-            " bem=bem), on the command line --bem FOLDER"
+            f"{type(model).__name__} has no router that is known: no experts (modules of its layers with weight"
+            " [experts, hidden size] and top_k), no memory slots (LtmForCausalLM) and no X-LoRA. A BEM adapter is"
+            " watched where it is named, as what attach_bem returned: manager.attach(...,"
+            " routing=RoutingSettings(bem=bem)), RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
         )
     return sources
 

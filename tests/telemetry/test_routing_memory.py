@@ -1,0 +1,126 @@
+"""Reads of memory slots as routing: each is what the memory itself read at that token, and names the token it is of."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import ltm_recall
+from probemon.errors import NotSupportedHost
+from probemon.models.ltm import LtmConfig, LtmForCausalLM, recall_host
+from probemon.models.ltm.memory import SlotMemory
+from probemon.telemetry import RoutingMonitor
+
+SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8,
+         "sliding_window": 5, "segment_size": 6, "memory_slots": 7, "memory_layers": [0, 1]}  # fmt: skip
+LENGTHS = (30, 23, 11)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = LtmForCausalLM(LtmConfig(**SIZES)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(1.5)
+    return model
+
+
+def padded():
+    ids = torch.randint(1, 61, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]
+    return ids * mask, mask.long()
+
+
+@torch.no_grad()
+def alone(model, ids):
+    """By layer, what each memory gave in one forward of one text alone."""
+    found, handles = {}, []
+    for number, memory in model.memories.items():
+        handles.append(memory.register_forward_hook(lambda m, a, out, number=number: found.update({number: out})))
+    model(ids[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_records_are_the_reads_of_one_forward_of_each_returned_text(model, beams):
+    ids, mask = padded()
+    records = []
+    with RoutingMonitor(model) as monitor:
+        monitor.listen(lambda placed, decisions, record: records.append(record))
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=9, do_sample=False, num_beams=beams, pad_token_id=0,
+            eos_token_id=None,
+        )  # fmt: skip
+    lines = [line for record in records for line in record.lines()]
+    assert {line["source"] for line in lines} == {"memory"} and {line["site"] for line in lines} == {
+        "memory.0",
+        "memory.1",
+    }
+    assert len(lines) == 2 * (sum(LENGTHS) + 8 * len(LENGTHS))
+    held = 0
+    for row, length in enumerate(LENGTHS):
+        begin = max(LENGTHS) - length
+        text = out[row, begin:]
+        for number, read in alone(model, text[:-1]).items():
+            of_row = [line for line in lines if line["row"] == row and line["layer"] == int(number)]
+            assert sorted(line["pos_start"] for line in of_row) == list(range(begin, begin + len(text) - 1))
+            for line in of_row:
+                at = line["pos_start"] - begin
+                p = read.reads[0, at]
+                assert sum(line["top_w"]) <= 1 + 1e-5 and line["top_w"] == sorted(line["top_w"], reverse=True)
+                for slot, weight, position, token in zip(
+                    line["top_idx"], line["top_w"], line["top_position"], line["top_token"], strict=True
+                ):
+                    assert weight == pytest.approx(float(p[0] if slot == 7 else p[slot + 1]), abs=1e-5)
+                    assert (position, token) == (-1, -1) or token == int(text[position])
+                    assert position < 6 * (at // 6)  # of a segment that ended before this token
+                    held += position >= 0
+                entropy = -sum(q * math.log(q) for q in p.double().tolist() if q) / math.log(8)
+                assert line["h_decision"] == pytest.approx(entropy, abs=1e-4) and line["code_norm"] is None
+    assert held > 200
+
+
+def test_a_right_answer_of_the_shipped_host_names_the_value_that_it_was_read_from():
+    ids, asked, given = ltm_recall.sequences(8, 60, torch.Generator().manual_seed(5))
+    records = []
+    host = recall_host()
+    with RoutingMonitor(host) as monitor, torch.no_grad():
+        monitor.listen(lambda placed, decisions, record: records.append(record))
+        answers = host(ids).logits.argmax(dim=-1)
+    reads = {(line["row"], line["pos_start"]): line for record in records for line in record.lines()}
+    right = 0
+    for row in range(8):
+        for at, position in zip(asked[row].tolist(), given[row].tolist(), strict=True):
+            if answers[row, at] == ids[row, position]:
+                right += 1
+                read = reads[row, at]
+                assert (read["top_position"][0], read["top_token"][0]) == (position, int(ids[row, position]))
+    assert right >= 31 and len(reads) == ids.numel()
+
+
+def test_what_a_memory_does_not_say_is_refused(model):
+    ids, mask = padded()
+    with RoutingMonitor(model), pytest.raises(NotSupportedHost, match=r"model\.eval"):
+        model.train()(ids, attention_mask=mask)
+    model.eval()
+    with RoutingMonitor(model):
+        model.grow_slots(9)
+        with pytest.raises(NotSupportedHost, match="9 slots, and had 7"):
+            model(ids, attention_mask=mask)
+
+
+def test_a_memory_that_is_not_finite_is_counted_and_ends_nothing(model):
+    ids, mask = padded()
+    memory = next(module for module in model.modules() if isinstance(module, SlotMemory))
+    with torch.no_grad():
+        memory.null_logit.fill_(math.nan)
+    with RoutingMonitor(model) as monitor:
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    bad = monitor.report()["streams"]
+    assert np.all([stream["not_finite_rate"] == 1 for stream in bad if stream["site"] == "memory.0"])
+    assert any("not finite" in str(alert) for alert in monitor.alerts)

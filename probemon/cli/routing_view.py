@@ -188,6 +188,7 @@ def _decision(line: Mapping[str, Any]) -> str:
         chosen = ", ".join(
             f"slot {slot}: token {token} at {position} ({weight})" if position >= 0 else f"nothing ({weight})"
             for slot, position, token, weight in held
+            if weight != "0.00"
         )
     entropy = "" if line["h_decision"] is None else f", entropy {line['h_decision']:.2f}"
     return f"{line['site']} {line['level']}".strip() + f" {chosen}{entropy}{', reused' if line['reused'] else ''}"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ from arrangements import tokenizer
 from conftest import make_model
 from probemon.cli import app as command_line
 from probemon.cli.routing_view import LiveRouting, PlainRouting, load_bars, summary
+from probemon.models.ltm import LtmConfig, LtmForCausalLM
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.alerts import Rule
 from routed_hosts import GREEDY, PROMPT, make_bem, make_moe
@@ -71,6 +73,21 @@ def test_plain_lines_and_json_of_a_tiny_mixture_of_experts(folder, tmp_path, run
     with torch.no_grad():
         oracle = model(torch.tensor([[1, 44, 3, 17, 8]]), output_router_logits=True).router_logits[2]
     assert [line["top_idx"][0] for line in table if line["layer"] == 2][:5] == oracle.argmax(dim=1).tolist()
+
+
+def test_reads_of_memory_slots_name_the_token_that_is_read(tmp_path, run):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8, "segment_size": 4}
+    folder = saved(LtmForCausalLM(LtmConfig(vocab_size=len(tokenizer()), memory_slots=5, **sizes)), tmp_path / "ltm")
+    code, text, errors = run(folder, "--prompt", f"{SAY} {SAY}", "--max-new-tokens", "2", "--json", "--plain")
+    assert code == 0, errors
+    (stream,) = json.loads(text)["streams"]
+    assert stream["source"] == "memory" and stream["n_tokens"] == 11
+    ids = [1, 44, 3, 17, 8] * 2
+    first, *_, last = (line for line in errors.splitlines() if " memory.1 " in line)
+    assert first.endswith("nothing (1.00), entropy 0.00")  # no segment has ended: the null slot
+    named = re.findall(r"slot \d: token (\d+) at (\d+)", last)
+    assert len(named) == 4 and all(ids[int(position)] == int(token) for token, position in named)
 
 
 def test_codes_of_a_bem_adapter(tmp_path, run):

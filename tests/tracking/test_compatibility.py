@@ -20,6 +20,7 @@ from oracle import check
 from probemon import DynamicProbeManager
 from probemon.core.files import write_text_atomically
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
+from probemon.models import ltm  # noqa: F401  # the automatic classes know it then
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -39,6 +40,7 @@ ARCHITECTURES = {
     "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
              "decoder_ffn_dim": 24, "decoder_start_token_id": 2, "forced_eos_token_id": None, "init_std": 0.5},
+    "probemon_ltm": {"memory_slots": 7, "segment_size": 3, "sliding_window": 5, "memory_dim": 8},
 }  # fmt: skip
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
@@ -167,7 +169,7 @@ def test_sites_inside_a_layer(name, sites, tmp_path):
         try:
             run, out, lines = generate(name, model, manager.attach(model), mode)
         except HOST_ERRORS as error:
-            assert OLDEST
+            assert OLDEST or name == "probemon_ltm"  # whose memory takes no token back
             with pytest.raises(type(error)):  # without us too, as the other test says
                 generate(name, model, Bare(), mode)
             continue

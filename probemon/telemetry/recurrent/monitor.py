@@ -210,7 +210,7 @@ class StateMonitor:
             told = self._follow(stack, projected, of_stack, position)
             told_of[" ".join(stack.names)] = told
             if len(which):
-                tally.add(told.take(which), known=not unknown)
+                tally.add(told if new is None else told.take(which), known=not unknown)
         for listener in self._listeners:
             try:
                 listener(row, placed, told_of)

@@ -24,6 +24,7 @@ _OPEN = 10.0  # times the median: a step so long opens the state to its token
 _SHORT, _MOST_SHORT = 2.0, 0.95
 _FULL, _MOST_FULL, _FULL_FROM = 0.99, 0.95, 64  # a state that holds all tokens so far says nothing in a short text
 _MOST_AT_LIMIT, _MOST_GROWTH = 0.5, 2.0
+_SKETCHED = 64  # tokens whose steps are added to the sketches together
 _CALM = 0.9  # of what raises an alert: under that it is over
 
 
@@ -83,6 +84,7 @@ class StateTally:
         self._n_not_finite = [0] * len(names)
         self._n_known = self._n_full = self._n_window_known = 0  # of which all that came before was seen
         self._steps = [LogSketch() for _ in names]
+        self._unsketched: list[Tensor] = []
         self._sums: dict[str, Tensor] = {}
         self._window: dict[str, Tensor] = {}
         self._state: Tensor | None = None
@@ -111,8 +113,9 @@ class StateTally:
             return
         self._n_finite += n
         self._n_window += n
-        for sketch, dt in zip(self._steps, told.dt, strict=True):
-            sketch.add_all(dt.flatten().numpy())
+        self._unsketched.append(told.dt)
+        if sum(dt.shape[1] for dt in self._unsketched) >= _SKETCHED:
+            self._sketch()
         decay = told.log_decay.exp()
         low, high = self._limit
         at_limit = ((told.dt <= low) & (low > 0) | (told.dt >= high)).float().mean(-1).sum(-1)
@@ -156,6 +159,13 @@ class StateTally:
         for name, ratio in zip(self._names, grown, strict=True):
             self._judge(name, "grows", ratio, _MOST_GROWTH, f"its state grew {ratio:.1f} times in {WINDOW} tokens")
 
+    def _sketch(self) -> None:
+        """Add the newest steps to the sketches, of several tokens at once: one by one they cost half of all."""
+        if self._unsketched:
+            for sketch, dt in zip(self._steps, torch.cat(self._unsketched, dim=1), strict=True):
+                sketch.add_all(dt.flatten().numpy())
+            self._unsketched = []
+
     def report(self) -> dict[str, dict[str, Any]]:
         """Return by layer what its tokens add up to; empty without tokens.
 
@@ -167,6 +177,7 @@ class StateTally:
         - `resets`: tokens at which half of the heads forget all
         - `norm`, `update_share`, `effective_rank` (of the newest state): where states are followed
         """
+        self._sketch()
         return {name: self._of_layer(i) for i, name in enumerate(self._names)} if self.n_tokens else {}
 
     def _of_layer(self, i: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from probemon.errors import NotSupportedHost
 from probemon.host.model import find_layers
@@ -114,9 +114,9 @@ class _Convolution:
         return self._act(convolved), whole[:, 1 - width :] if width > 1 else whole[:, :0]
 
 
-def _several(output: Tensor) -> Tensor:
-    """A column `[B, T, 1]` that says whether the forward had several tokens: only then are steps held to the limit."""
-    return output.new_full((*output.shape[:2], 1), float(output.shape[1] > 1))
+def _with_several(projected: Tensor) -> Tensor:
+    """Add a column that says whether the forward had several tokens: only then are steps held to the limit."""
+    return pad(projected, (0, 1), value=float(projected.shape[1] > 1))
 
 
 class Mamba2:
@@ -150,7 +150,7 @@ class Mamba2:
         def read(output: Tensor) -> Tensor:
             scale = getattr(mixer, "mup_vector", None)
             output = output[..., begin:] if scale is None else output[..., begin:] * scale[..., begin:]
-            return torch.cat([output, _several(output)], dim=-1)
+            return _with_several(output)
 
         return read
 
@@ -207,7 +207,7 @@ class Mamba1:
         ]
 
     def _read(self, output: Tensor) -> Tensor:
-        return torch.cat([output if self._states else output[..., : self._rank], _several(output)], dim=-1)
+        return _with_several(output if self._states else output[..., : self._rank])
 
     def _normed(self, name: str, states: Tensor) -> Tensor:
         return torch.stack(

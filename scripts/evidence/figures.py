@@ -423,7 +423,23 @@ def training_costs(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def memory_overhead(found: dict[str, Any]) -> list[str]:
+    """What watching states and slots adds to a decode step."""
+    what = {"steps": "steps", "states": "steps and states", "reads": "reads of slots, as routing"}
+    lines = ["| host | watched | a bare step | added (95 % interval) | bar |", "|---|---|---|---|---|"]
+    for row in found["rows"]:
+        judged = {True: "", False: ", **missed**", None: ", cannot be told"}[row["holds"]]
+        bar = "none" if row["bar"] is None else f"at most {row['bar']:g} %{judged}"
+        lines.append(
+            f"| {row['host']} | {what[row['way']]} | {row['bare_ms']:.0f} ms | {row['added_pct']:+.1f} %"
+            f" ({row['low']:+.1f} to {row['high']:+.1f}) |"
+            f" {bar} |"
+        )
+    return lines
+
+
 TABLES = {
+    "memory_overhead.json": (memory_overhead,),
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),
     "cpu.json": (claims, host, grid),

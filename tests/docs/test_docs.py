@@ -46,6 +46,16 @@ def test_what_adapters_learn_is_what_was_measured():
     assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
 
 
+def test_what_watching_states_and_slots_costs_is_what_was_measured():
+    found = result("memory_overhead.json")
+    assert flat(figures.memory_overhead(found)) in page_of("docs/recurrent-hosts.md")
+    assert {(row["host"], row["way"]) for row in found["rows"] if row["bar"]} == {
+        ("mamba2", "steps"),
+        ("falcon_h1", "steps"),
+        ("probemon_ltm", "reads"),
+    }
+
+
 def test_forms_of_an_update_are_what_was_measured():
     found, page = result("perf_track_quick.json"), page_of("docs/bem.md")
     assert flat(figures.forms(found)) in page and found["data"] == "random"

@@ -27,7 +27,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import Audit
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
-from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
+from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
 from probemon.host.model import host_state
 from probemon.offline.analysis_files import COUNTED, arrow, read_json, schemas
 from probemon.offline.analysis_folder import MANIFEST, Analysis
@@ -165,7 +165,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
         "host": {
             "model": state.model,
             "dtype": state.dtype,
-            "fingerprint": fingerprint(host),
+            "weights": weights_fingerprint(host),
             "config": config_fingerprint(host),
             "adapters": state.adapters,
             "adapter_weights": adapters_fingerprint(scorer.reader.model, host),

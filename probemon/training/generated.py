@@ -22,7 +22,7 @@ import transformers
 
 from probemon.core.files import write_text_atomically
 from probemon.errors import TrainingError
-from probemon.host.fingerprint import adapters_fingerprint, fingerprint
+from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
 from probemon.host.model import unwrap
 from probemon.training.examples import Concept, Example, Examples
 
@@ -67,7 +67,7 @@ def with_generated(
     ]
     if len(lacking) == 1:
         subjects += _others(examples.concepts[next(iter(lacking))], next(iter(lacking.values())))
-    key = _key(model, subjects, seed)
+    key = _key(model, tokenizer, subjects, seed)
     written = _kept(file, key)
     if written is None:
         say(f"the model writes {sum(count for *_, count in subjects)} texts of {len(subjects)} subjects")
@@ -106,12 +106,18 @@ def _others(concept: Concept, count: int) -> list[tuple[str, str, int]]:
     return [("", subject, share) for subject, share in zip(subjects, shares, strict=True) if share]
 
 
-def _key(model: Any, subjects: Sequence[tuple[str, str, int]], seed: int) -> str:
+def _key(model: Any, tokenizer: Any, subjects: Sequence[tuple[str, str, int]], seed: int) -> str:
+    """All that the texts depend on: every weight, the head's too, how the model samples, and what it is asked."""
     host = unwrap(model)
+    sampling = getattr(host, "generation_config", None)
     versions = [torch.__version__, transformers.__version__]
     what = [
-        fingerprint(host),
+        weights_fingerprint(host),
+        config_fingerprint(host),
         adapters_fingerprint(model, host),
+        None if sampling is None else sampling.to_json_string(),
+        sorted(tokenizer.get_vocab().items()),
+        [prompt for _, subject, _ in subjects for prompt in _prompts(tokenizer, subject, len(ASKED))],
         str(host.dtype),
         subjects,
         seed,

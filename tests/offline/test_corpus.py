@@ -419,6 +419,23 @@ def test_an_analysis_goes_on_with_the_strategy_of_its_begin(model, manager, toke
             analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
 
 
+@pytest.mark.parametrize("what", ["an embedding", "a neuron", "the positions"])
+def test_another_host_does_not_go_on_with_an_analysis(manager, tokenizer, tmp_path, what):
+    """Its rows would stand beside those of the first: 16 values of each tensor do not say that it is another."""
+    host = make_model()
+    analyze(manager, host, tokenizer, corpus(), tmp_path / "out", reading=SMALL)
+    (tmp_path / "out/shards/00001.json").unlink()
+    with torch.no_grad():
+        if what == "an embedding":
+            host.get_input_embeddings().weight[8] += 1
+        elif what == "a neuron":
+            host.model.layers[0].mlp.down_proj.weight[:, 3] = 0
+        else:
+            host.model.rotary_emb.inv_freq *= 2
+    with pytest.raises(ConfigError, match=r"made otherwise \(host\.weights was 'weights:"):
+        analyze(manager, host, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
+
+
 def test_how_a_tokenizer_was_last_told_to_cut_and_pad_makes_no_other_analysis(model, manager, tmp_path):
     """A tokenizer whose file asks for both, which a first reading undoes, and one that its user gave a batch."""
     tokenizer, texts = make_tokenizer(), corpus()

@@ -52,6 +52,23 @@ def test_a_model_writes_what_a_concept_lacks_and_writes_it_once(demo, tmp_path, 
     assert with_generated(examples, *demo, n=4, seed=0, file=file) is examples
     with pytest.raises(TypeError):  # of another seed it would have to write anew
         with_generated(examples, *demo, n=8, seed=1, file=file)
+    model = demo[0]
+    neuron, sampling, theta = model.model.layers[3].mlp.down_proj.weight, model.generation_config, model.config
+    for owner, name, other in (
+        (neuron.data[0], 7, neuron[0, 7] + 1),
+        (sampling, "top_k", 1),
+        (theta, "rope_parameters", {**theta.rope_parameters, "rope_theta": 5.0}),
+        (demo[1], "chat_template", "{{ messages[0]['content'] }}"),
+    ):
+        is_item = isinstance(name, int)
+        before = owner[name].clone() if is_item else getattr(owner, name)
+        owner.__setitem__(name, other) if is_item else setattr(owner, name, other)
+        try:
+            with pytest.raises(TypeError):  # nor of a model that would write otherwise
+                with_generated(examples, *demo, n=8, seed=0, file=file)
+        finally:
+            owner.__setitem__(name, before) if is_item else setattr(owner, name, before)
+    assert with_generated(examples, *demo, n=8, seed=0, file=file) == more
 
 
 def test_one_concept_alone_is_set_against_other_subjects_without_a_word_of_it(demo, tmp_path):

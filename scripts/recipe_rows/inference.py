@@ -1,0 +1,385 @@
+"""Recipes of inference: attention, caches, batches, drafts, compiled code, against one plain forward or a plain run."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+
+from probemon.errors import NotSupportedDecoding
+from probemon.models.ltm import memory_of
+from probemon.telemetry.recurrent import StateMonitor
+from probemon.telemetry.recurrent.scan import scan_chunked, scan_loop, scan_parallel
+from recipe_rows.hosts import (
+    GREEDY,
+    IDS,
+    MASK,
+    PADDED,
+    PADDING,
+    VOCABULARY,
+    Watch,
+    cache_of,
+    largest,
+    make,
+    plain_states,
+    states_in,
+)
+from recipe_rows.rows import Found, Refused, recipe, refusal
+
+BOTH = ("ltm", "mamba2", "falcon_h1")
+
+
+def greedy(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The tokens that generate() returns, and their logits [B, new, V]."""
+    out = model.generate(ids, return_dict_in_generate=True, output_logits=True, **{**GREEDY, **options})
+    return out.sequences, torch.stack(out.logits, dim=1)
+
+
+def forwards(model: Any, out: Tensor, first: Any, n_new: int) -> Tensor:
+    """The logits [B, new, V] by which the new tokens should have been chosen, by one forward of each row alone."""
+    rows = []
+    with torch.no_grad():
+        for row, line in enumerate(out):
+            logits = model(line[None, first[row] : -1], use_cache=False).logits[0]
+            rows.append(logits[-n_new:])
+    return torch.stack(rows)
+
+
+@recipe(
+    "SDPA", "torch.nn.functional.scaled_dot_product_attention", "logits are those of eager attention",
+    on=("ltm", "falcon_h1"), bound=1e-5,
+    trap="is_causal=True with one query and a long cache: it attends to the first key alone", trap_least=0.1,
+)  # fmt: skip
+def sdpa(kind: str) -> Found:
+    eager = make(kind, attn_implementation="eager")
+    fast = make(kind, attn_implementation="sdpa")
+    with Watch(fast) as watch:
+        out, logits = greedy(fast, PADDED, attention_mask=MASK)
+    same, expected = greedy(eager, PADDED, attention_mask=MASK)
+    query, keys, values = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 9, 10))
+    values = values[:, :, :9]
+    right = functional.scaled_dot_product_attention(query, keys, values)
+    wrong = functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    of_first = largest(wrong, values[:, :, :1])
+    trap = largest(wrong, right) if of_first < 1e-6 else 0.0
+    return Found(
+        largest(logits, expected) if torch.equal(out, same) else float("inf"), watch.distance(out, PADDING), trap
+    )
+
+
+@recipe("cache", "transformers", "logits with a cache are those of one forward of the text", on=BOTH, bound=1e-5)
+def cached(kind: str) -> Found:
+    model = make(kind)
+    with Watch(model) as watch:
+        out, logits = greedy(model, IDS[:, :9])
+    return Found(largest(logits, forwards(model, out, [0] * 4, 8)), watch.distance(out))
+
+
+@recipe("cache, bytes", "transformers", "bytes kept for a row, less those of the formula", on=BOTH)
+def cache_bytes(kind: str) -> Found:
+    model = make(kind)
+    off = []
+    for length in (7, 24):
+        with torch.no_grad(), Watch(model) as watch:
+            cache = cache_of(model(IDS[:, :length], use_cache=True))
+        if watch.distance(IDS[:, :length], last=0) > 1e-5:
+            return Found(float("inf"))
+        rows = len(IDS)
+        if kind == "ltm":
+            shape = model.config.memory_shape()
+            slots = [4 * rows * (2 * shape.slots * shape.memory_dim + shape.segment * shape.hidden_size)] * 2
+            kept = [m.keys.nbytes + m.values.nbytes + m.features.nbytes for m in memory_of(cache).values()]
+            off.append(abs(sum(kept) - sum(slots)))
+            continue
+        # 4 B D N of each layer's state; the attention of a hybrid grows: 2 H d T, for each of L layers
+        off += [abs(state.nbytes - 4 * rows * 32 * 6) for state in states_in(cache)]
+        if kind == "falcon_h1":
+            grown = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            off.append(abs(grown - 4 * rows * 2 * 2 * 1 * 8 * length))
+    return Found(float(max(off)))
+
+
+@recipe(
+    "batched generation", "transformers",
+    "logits of a batch that is padded on the left are those of each row alone", on=BOTH, bound=1e-5,
+)  # fmt: skip
+def batched(kind: str) -> Found:
+    model = make(kind)
+    with Watch(model) as watch:
+        out, logits = greedy(model, PADDED, attention_mask=MASK)
+    return Found(largest(logits, forwards(model, out, PADDING, 8)), watch.distance(out, PADDING))
+
+
+def _padded_after() -> tuple[Tensor, Tensor]:
+    rows = [torch.cat([row[first:], row[:first]]) for row, first in zip(PADDED, PADDING, strict=True)]
+    ids = torch.stack(rows)
+    return ids, (ids != 0).long()
+
+
+@recipe(
+    "padding after the text", "transformers", "the last real token of each row, read where it stands",
+    on=("mamba2", "falcon_h1"), bound=1e-5,
+    trap="the guide's logits[:, -1], which are those of padding", trap_least=0.1,
+)  # fmt: skip
+def padded_after(kind: str) -> Found:
+    model = make(kind)
+    ids, mask = _padded_after()
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        alone = torch.stack(
+            [model(row[None, first:]).logits[0, -1] for row, first in zip(PADDED, PADDING, strict=True)]
+        )
+    last = mask.sum(1) - 1
+    return Found(largest(logits[torch.arange(3), last], alone), None, largest(logits[:, -1], alone))
+
+
+@recipe("padding after the text, slots", "probemon", "it is refused", on=("ltm",), bound=None)
+def padded_after_slots(kind: str) -> Refused:
+    model = make(kind)
+    ids, mask = _padded_after()
+    with refusal(NotSupportedDecoding, "Pad on the left") as met:
+        model.generate(ids, attention_mask=mask, **GREEDY)
+    return met[0]
+
+
+@recipe(
+    "second turn", "transformers", "logits on the cache of the first turn are those of one forward",
+    on=("ltm", "falcon_h1"), bound=1e-5,
+)  # fmt: skip
+def second_turn(kind: str) -> Found:
+    model = make(kind)
+    cache = DynamicCache(config=model.config)
+    with Watch(model, states=kind == "ltm") as watch:  # states of a second turn have an unknown past
+        first = model.generate(IDS[:1, :9], past_key_values=cache, **GREEDY)
+        ids = torch.cat([first, IDS[1:2, :3]], dim=1)
+        out, logits = greedy(model, ids, past_key_values=cache)
+    return Found(largest(logits, forwards(model, out, [0], 8)), watch.distance(out))
+
+
+@recipe("several tokens on a used cache", "transformers", "logits are those of one forward", on=BOTH, bound=1e-5)
+def pieces(kind: str) -> Found:
+    return _pieces(kind, [7, 6, 6, 5], watched=kind != "mamba2")
+
+
+@recipe(
+    "tokens one by one on a used cache", "transformers", "logits are those of one forward", on=("mamba",),
+    bound=1e-5, trap="several at once: Mamba-1 begins again from a state of zeros", trap_least=1e-3,
+)  # fmt: skip
+def pieces_of_mamba(kind: str) -> Found:
+    one_by_one = _pieces(kind, [7] + [1] * 17, watched=False)
+    return Found(one_by_one.value, None, _pieces(kind, [7, 6, 6, 5], watched=False).value)
+
+
+def _pieces(kind: str, sizes: list[int], *, watched: bool) -> Found:
+    model = make(kind)
+    name = "cache_params" if kind.startswith("mamba") else "past_key_values"
+    parts: list[Tensor] = []
+    cache, done = None, 0
+    watch = Watch(model, states=kind == "ltm") if watched else None
+    with torch.no_grad():
+        expected = model(IDS[:2], use_cache=False).logits
+        with watch or nullcontext():
+            for part in IDS[:2].split(sizes, dim=1):
+                more: dict[str, Any] = {} if cache is None else {name: cache}
+                if kind == "falcon_h1":
+                    more["position_ids"] = torch.arange(done, done + part.shape[1])[None]
+                out = model(part, use_cache=True, **more)
+                cache, done = cache_of(out), done + part.shape[1]
+                parts.append(out.logits)
+    seen = None if watch is None else watch.distance(IDS[:2], last=0)
+    return Found(largest(torch.cat(parts, dim=1), expected), seen)
+
+
+@recipe(
+    "several tokens on a used cache, watched", "probemon", "it is refused, and generate() is named",
+    on=("mamba", "mamba2"), bound=None,
+)  # fmt: skip
+def pieces_refused(kind: str) -> Refused:
+    with refusal(NotSupportedDecoding, "use generate()") as met:
+        _pieces(kind, [7, 6, 6, 5], watched=True)
+    return met[0]
+
+
+@recipe("prompt in chunks", "transformers", "logits are those of one forward", on=("ltm", "falcon_h1"), bound=1e-5)
+def chunked(kind: str) -> Found:
+    model = make(kind)
+    with Watch(model) as watch:
+        out, logits = greedy(model, IDS[:, :9], prefill_chunk_size=4)
+    return Found(largest(logits, forwards(model, out, [0] * 4, 8)), watch.distance(out))
+
+
+@recipe("speculative decoding", "transformers", "a draft model is refused", on=BOTH, bound=None)
+def speculative(kind: str) -> Refused:
+    model = make(kind)
+    with refusal(ValueError, "stateful") as met, Watch(model):
+        model.generate(IDS[:1, :9], assistant_model=make(kind, seed=1), **GREEDY)
+    return met[0]
+
+
+@recipe("prompt lookup", "transformers", "it is refused", on=BOTH, bound=None)
+def lookup(kind: str) -> Refused:
+    model = make(kind)
+    with refusal(ValueError, "stateful") as met, Watch(model):
+        model.generate(IDS[:1, :9], prompt_lookup_num_tokens=3, **GREEDY)
+    return met[0]
+
+
+@recipe("static cache", "transformers", "it is refused", on=("ltm",), bound=None)
+def static(kind: str) -> Refused:
+    with refusal(NotSupportedDecoding, "DynamicCache") as met:
+        make(kind).generate(IDS[:1, :9], cache_implementation="static", **GREEDY)
+    return met[0]
+
+
+@recipe(
+    "requests in batches", "queue.Queue and transformers", "logits of requests from a queue are those of each alone",
+    on=("ltm", "mamba2"), bound=1e-5,
+)  # fmt: skip
+def requests(kind: str) -> Found:
+    model = make(kind)
+    waiting: queue.Queue[Any] = queue.Queue()
+    for row, first in zip(PADDED, PADDING, strict=True):
+        waiting.put(row[first:])
+    waiting.put(None)
+    worst, seen = 0.0, 0.0
+    while True:
+        texts: list[Tensor] = []
+        while len(texts) < 2 and (text := waiting.get()) is not None:
+            texts.append(text)
+        if not texts:
+            break
+        width = max(len(text) for text in texts)
+        before = [width - len(text) for text in texts]
+        ids = torch.stack([functional.pad(text, (n, 0)) for text, n in zip(texts, before, strict=True)])
+        with Watch(model) as watch:
+            out, logits = greedy(model, ids, attention_mask=(ids != 0).long())
+        worst, seen = (
+            max(worst, largest(logits, forwards(model, out, before, 8))),
+            max(seen, watch.distance(out, before)),
+        )
+        if len(texts) < 2:
+            break
+    return Found(worst, seen)
+
+
+@recipe("streaming", "transformers.generation.BaseStreamer", "tokens streamed, that are not those returned", on=BOTH)
+def streaming(kind: str) -> Found:
+    from transformers.generation import BaseStreamer
+
+    class Queued(BaseStreamer):
+        def __init__(self) -> None:
+            self.queue: queue.Queue[Any] = queue.Queue()
+
+        def put(self, value: Tensor) -> None:
+            self.queue.put(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.queue.put(None)
+
+    model, streamer, outs = make(kind), Queued(), []
+    with Watch(model) as watch:
+        thread = threading.Thread(target=lambda: outs.append(model.generate(IDS[:1, :9], streamer=streamer, **GREEDY)))
+        thread.start()
+        streamed = [token for part in iter(streamer.queue.get, None) for token in part]
+        thread.join()
+    wrong = sum(a != b for a, b in zip(streamed, outs[0][0].tolist(), strict=True))
+    return Found(float(wrong), watch.distance(outs[0]))
+
+
+@recipe(
+    "scans", "torch", "states by a loop, in chunks and in parallel are those of the host's cache",
+    on=("mamba2",), bound=1e-5,
+    trap="a chunk that divides by products of decays: not finite, of so many of 64 tokens", trap_least=1.0,
+)  # fmt: skip
+def scans(kind: str) -> Found:
+    model = make(kind)
+    inputs: list[Any] = []
+    with StateMonitor(model, states=True) as monitor, torch.no_grad():
+        stack: Any = monitor.stacks[0]
+        updates = stack.updates
+
+        def kept(*arguments: Any) -> Any:
+            inputs.append(updates(*arguments))
+            return inputs[-1]
+
+        stack.updates = kept
+        model(IDS[:1], use_cache=True)
+    _, cache = plain_states(model, IDS[0].tolist(), [])
+    log, added = inputs[0].log_decay.transpose(0, 1), inputs[0].added.transpose(0, 1)
+    expected = torch.stack([state[0] for state in states_in(cache)])
+    worst = 0.0
+    for states in (scan_loop(log, added), scan_chunked(log, added, chunk=5), scan_parallel(log, added)):
+        worst = max(worst, largest(states[-1], expected))
+    decays = torch.full((64,), -1.6).cumsum(0).exp()
+    return Found(worst, None, float((~(1 / decays).cumsum(0).isfinite()).sum()))
+
+
+@recipe(
+    "torch.compile", "torch.compile", "logits of two lengths are those of the plain host; something was compiled",
+    on=("ltm", "mamba2"), bound=1e-5,
+)  # fmt: skip
+def compiled(kind: str) -> Found:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, plain = make(kind), make(kind)
+    with torch.no_grad():
+        expected = [plain(IDS[:1, :n], use_cache=False).logits for n in (12, 8)]
+        with Watch(model, states=False) as watch:
+            fast = torch.compile(model, backend="eager", dynamic=True)
+            found = [fast(IDS[:1, :n], use_cache=False).logits for n in (12, 8)]
+    n_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    seen = max(watch.distance(IDS[:1, :n], last=0) for n in (12, 8))
+    return Found(largest(found, expected) if n_graphs else float("inf"), seen)
+
+
+@recipe(
+    "fusion", "torch.compile (inductor)", "logits with fused feed-forwards are those of the plain host",
+    on=("ltm", "falcon_h1"), bound=1e-5,
+)  # fmt: skip
+def fused(kind: str) -> Found:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, plain = make(kind), make(kind)
+    for layer in model.model.layers:
+        (layer.mlp if kind == "ltm" else layer.feed_forward).compile()
+    with torch.no_grad(), Watch(model) as watch:
+        logits = model(IDS).logits
+    n_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seen = watch.distance(IDS, plain=plain, last=0)
+    torch._dynamo.reset()
+    return Found(largest(logits, plain(IDS).logits) if n_graphs else float("inf"), seen)
+
+
+@recipe(
+    "continuous batching", "transformers", "generate_batch is refused, or refuses each request", on=BOTH, bound=None
+)
+def continuous(kind: str) -> Refused:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    model = make(kind)
+    try:
+        with Watch(model, states=False):
+            outputs = model.generate_batch(
+                [[5, 9, 12], [7, 3]],
+                progress_bar=False,
+                generation_config=GenerationConfig(**{**GREEDY, "eos_token_id": VOCABULARY - 1}),
+                continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=32),
+            )
+    except ValueError as error:  # of transformers, which has no pages for such a layer
+        if "layer type" not in str(error):
+            raise
+        return Refused(f"ValueError: {error}")
+    # Its thread catches what a forward raises, and hands it over as the text of every request.
+    errors = {output.error for output in outputs.values() if output.error and not output.generated_tokens}
+    if len(outputs) != 2 or len(errors) != 1 or any(output.generated_tokens for output in outputs.values()):
+        raise AssertionError("a request was answered")
+    return Refused(f"every request: {errors.pop()}")

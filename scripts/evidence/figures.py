@@ -438,7 +438,55 @@ def memory_overhead(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+RECIPE_HOSTS = ("ltm", "mamba2", "falcon_h1")
+
+
+def recipes(found: dict[str, Any]) -> list[str]:
+    """How hosts are run well: what was checked, and by host how far it is off."""
+    lines = [
+        "| recipe | done by | what is measured | bound | slots (ltm) | mamba2 | falcon_h1 | elsewhere |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for rows in _by_recipe(found["rows"]):
+        cells = {row["host"]: _recipe_cell(row) for row in rows}
+        known = " | ".join(cells.pop(host, "") for host in RECIPE_HOSTS)
+        other = "; ".join(text if host == "any" else f"{host}: {text}" for host, text in cells.items())
+        first = rows[0]
+        bound = "" if first["bound"] is None else f"{first['bound']:g}"
+        lines.append(f"| {first['name']} | {first['library']} | {first['check']} | {bound} | {known} | {other} |")
+    return lines
+
+
+def recipe_traps(found: dict[str, Any]) -> list[str]:
+    """The wrong ways, and how far off each is."""
+    lines = ["| recipe | the trap | how far off |", "|---|---|---|"]
+    for rows in _by_recipe(found["rows"]):
+        if rows[0]["trap"] is not None:
+            off = "; ".join(f"{row['host']}: {row['trap_value']:.2g}".removeprefix("any: ") for row in rows)
+            lines.append(f"| {rows[0]['name']} | {rows[0]['trap']} | {off} |")
+    return lines
+
+
+def recipe_refusals(found: dict[str, Any]) -> list[str]:
+    """What is refused, and by which error."""
+    lines = ["| recipe | host | the error |", "|---|---|---|"]
+    refused = [row for row in found["rows"] if row["verdict"] == "refused"]
+    return lines + [f"| {row['name']} | {row['host']} | {_reason(row['value'])} |" for row in refused]
+
+
+def _by_recipe(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault(row["name"], []).append(row)
+    return list(grouped.values())
+
+
+def _recipe_cell(row: dict[str, Any]) -> str:
+    return f"{row['value']:.2g}" if row["verdict"] == "within bound" else row["verdict"]
+
+
 TABLES = {
+    "host_recipes.json": (recipes, recipe_traps, recipe_refusals),
     "memory_overhead.json": (memory_overhead,),
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),

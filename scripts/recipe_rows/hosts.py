@@ -8,8 +8,10 @@ watch.distance(out, PADDED)                     # of the scores and states from 
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -94,7 +96,8 @@ class Watch:
         self.model, self._stack = model, ExitStack()
         kind = model.config.model_type
         self._tapped = [f"resid_post.{layer}" for layer in (0, model.config.num_hidden_layers - 1)]
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # distance() still reads the pack
         reads = kind == "probemon_ltm" and states and not training
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a pack without a fingerprint fits every random host
@@ -113,7 +116,7 @@ class Watch:
     def _pack(self) -> ProbePack:
         generator = torch.Generator().manual_seed(2)
         return ProbePack.write(
-            Path(self._folder.name) / "pack",
+            self._folder / "pack",
             name="random",
             concepts=[{"id": f"c{i}", "name": f"random {i}", "parents": []} for i in range(N_PROBES)],
             weights={

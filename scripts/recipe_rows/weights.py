@@ -241,7 +241,7 @@ def _offloaded(model: Any, plain: Any) -> Found:
 
 @recipe(
     "fewer slots", "probemon", "what is read moves, over the bound of what the slots that went were read", on=("ltm",),
-    bound=1.0, trap="the guide's rule, fewer slots where utilisation is low, though all are in use: reads that move",
+    bound=1.0, trap="slots that are still read, taken away: how far reads move",
 )  # fmt: skip
 def reduced(kind: str) -> Found:
     model = make(kind)

@@ -1,0 +1,126 @@
+"""Recipes for running hosts well: each row is judged by what was measured, and one that is wrong has failed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import host_recipes
+from probemon.telemetry.recurrent import monitor, scan
+from recipe_rows import RECIPES, inference, training, weights
+from recipe_rows.rows import Found, Refused, judge, refusal, run
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_NAME = {one.name: one for one in RECIPES}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kernels that are not installed
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("gradient checkpointing", "ltm"),
+        ("loss scaling", "mamba2"),
+        ("batched generation", "falcon_h1"),
+        ("tokens one by one on a used cache", "mamba"),
+        ("pruning, rows", "mamba2"),
+        ("memory-mapped tokens", "ltm"),
+    ],
+)
+def test_a_row_holds_and_its_trap_is_there(name, host):
+    row = run(BY_NAME[name], host)
+    assert row.verdict in ("exact", "within bound"), row
+
+
+@pytest.mark.parametrize(
+    ("name", "host"), [("several tokens on a used cache, watched", "mamba"), ("static cache", "ltm")]
+)
+def test_a_refusal_is_by_name(name, host):
+    row = run(BY_NAME[name], host)
+    assert row.verdict == "refused" and row.value.startswith("NotSupportedDecoding: ")
+
+
+def test_a_host_that_is_not_the_plain_one_fails(monkeypatch):
+    made = iter((0, 1))
+    make = training.make
+    monkeypatch.setattr(training, "make", lambda kind: make(kind, seed=next(made)))
+    row = run(BY_NAME["activation offload"], "mamba2")
+    assert row.verdict == "failed" and row.value > 1e-3 and row.watched < 1e-5
+
+
+def test_states_that_are_off_by_one_token_fail_though_every_logit_is_right(monkeypatch):
+    def late(log_decay, added, start=None):
+        return scan.scan_loop(log_decay.roll(1, 0), added, start)
+
+    monkeypatch.setattr(monitor, "scan_loop", late)
+    row = run(BY_NAME["batched generation"], "mamba2")
+    assert row.verdict == "failed" and row.value < 1e-5 and row.watched > 1e-3
+
+
+def test_gradients_that_were_never_unscaled_fail(monkeypatch):
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", lambda self, optimizer: None)
+    assert run(BY_NAME["loss scaling"], "mamba2").verdict == "failed"
+
+
+def test_a_trap_that_is_gone_and_a_refusal_that_does_not_come_fail(monkeypatch):
+    pieces = inference._pieces
+    monkeypatch.setattr(inference, "_pieces", lambda kind, sizes, watched: pieces(kind, [7] + [1] * 17, watched=False))
+    row = run(BY_NAME["tokens one by one on a used cache"], "mamba")
+    assert row.verdict == "failed" and row.value < 1e-5 and row.trap_value < 1e-5
+    row = run(BY_NAME["several tokens on a used cache, watched"], "mamba")
+    assert row.verdict == "failed" and "no NotSupportedDecoding was raised" in row.value
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (Found(0.0, 1e-6, 1.0), "exact"),
+        (Found(1e-6, 1e-6, 1.0), "within bound"),
+        (Found(2e-5, 1e-6, 1.0), "failed"),
+        (Found(math.nan, 1e-6, 1.0), "failed"),
+        (Found(math.inf, 1e-6, 1.0), "failed"),
+        (Found(-1.0, 1e-6, 1.0), "failed"),
+        (Found(0.0, 2e-5, 1.0), "failed"),
+        (Found(0.0, math.nan, 1.0), "failed"),
+        (Found(0.0, 1e-6, 1e-4), "failed"),
+        (Found(0.0, 1e-6, None), "failed"),
+        (Refused("ValueError: no"), "failed"),
+    ],
+)
+def test_a_row_is_judged_by_its_value_by_what_was_watched_and_by_its_trap(found, verdict):
+    row = judge(BY_NAME["SDPA"], "ltm", found)
+    assert row.verdict == verdict
+    json.dumps(vars(row), allow_nan=False)
+
+
+def test_an_answer_where_a_refusal_was_due_fails():
+    assert judge(BY_NAME["static cache"], "ltm", Found(0.0)).verdict == "failed"
+    with pytest.raises(ValueError, match="another"), refusal(ValueError, "these words"):
+        raise ValueError("another")
+
+
+def test_the_script_writes_its_rows_and_says_by_its_status_whether_all_hold(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr("sys.argv", ["host_recipes.py", "--only", "more slots", "--json", str(out)])
+    assert host_recipes.main() == 0
+    found = json.loads(out.read_text())
+    assert [row["name"] for row in found["rows"]] == ["more slots"] and found["counts"] == {"within bound": 1}
+    monkeypatch.setattr(weights, "largest", lambda a, b: 1.0)
+    assert host_recipes.main() == 1 and json.loads(out.read_text())["rows"][0]["verdict"] == "failed"
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["host_recipes.py", "--only", "no such row"])
+    with pytest.raises(SystemExit) as ended:
+        host_recipes.main()
+    assert ended.value.code == 2 and "more slots" in capsys.readouterr().err
+
+
+def test_the_result_file_has_every_row_and_none_failed():
+    found = json.loads((ROOT / "docs/benchmarks/host_recipes.json").read_text())
+    assert {(row["name"], row["host"]) for row in found["rows"]} == {(r.name, h) for r in RECIPES for h in r.hosts}
+    verdicts = [row["verdict"] for row in found["rows"]]
+    assert verdicts.count("failed") == 0 and verdicts.count("exact") + verdicts.count("within bound") >= 30
+    assert found["passed"] and found["seconds"] < 600

@@ -56,6 +56,20 @@ def test_what_watching_states_and_slots_costs_is_what_was_measured():
     }
 
 
+def test_what_recipes_do_to_hosts_is_what_was_measured():
+    found, page = result("host_recipes.json"), page_of("docs/running-hosts.md")
+    for table in (figures.recipes, figures.recipe_traps, figures.recipe_refusals):
+        assert flat(table(found)) in page
+    rows, counts = found["rows"], found["counts"]
+    assert (
+        f"Of {len(rows)} rows {counts['exact']} are exact, {counts['within bound']} are within their bound,"
+        f" {counts['refused']} are refused by an error that says why, and none failed" in page
+    )
+    unwatched = [row for row in rows if row["watched"] is None and row["verdict"] != "refused"]
+    assert f"{len(unwatched)} rows have no such comparison" in page and "failed" not in counts
+    assert {row["watched_bound"] for row in rows} == {None, 1e-5, 0.02}
+
+
 def test_forms_of_an_update_are_what_was_measured():
     found, page = result("perf_track_quick.json"), page_of("docs/bem.md")
     assert flat(figures.forms(found)) in page and found["data"] == "random"

@@ -482,6 +482,8 @@ def _by_recipe(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _recipe_cell(row: dict[str, Any]) -> str:
+    if row["verdict"] == "failed" and isinstance(row["value"], float):
+        return f"{row['value']:.2g}, **missed**"
     return f"{row['value']:.2g}" if row["verdict"] == "within bound" else row["verdict"]
 
 

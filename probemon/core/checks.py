@@ -111,6 +111,12 @@ def check_bool(name: str, value: object, error: type[ProbemonError] = ConfigErro
     return bool(value)
 
 
+def check_callable(name: str, value: object) -> None:
+    """Raise `ConfigError` unless `value` can be called."""
+    if not callable(value):
+        raise ConfigError(f"{name} is given {value!r}: give a function to call")
+
+
 def check_text(name: str, value: object, error: type[ProbemonError] = ConfigError) -> str:
     """`value`, which is a text."""
     if not isinstance(value, str):

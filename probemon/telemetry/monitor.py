@@ -16,7 +16,6 @@ that finds out which tokens those are (`probemon.tracking.watcher`): a router is
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -25,6 +24,7 @@ from typing import Any
 from probemon.core.scores import Gap
 from probemon.errors import CallbackFailed, ConfigError
 from probemon.host.model import unwrap
+from probemon.monitor.failures import Failures
 from probemon.telemetry.recorder import RoutingRecorder, as_exception
 from probemon.telemetry.settings import RoutingSettings
 from probemon.tracking.align import PlacedTokens
@@ -32,8 +32,6 @@ from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watcher import Watcher
-
-LOG = logging.getLogger("probemon")
 
 
 class RoutingMonitor(RoutingRecorder):
@@ -57,9 +55,10 @@ class RoutingMonitor(RoutingRecorder):
         if not callable(on_gap) and on_gap != "raise":
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
         model = unwrap(model)
-        super().__init__(model, RoutingSettings.by_name(**by_name) if settings is None else settings, self._guarded)
-        self.failures: list[Exception] = []
-        guarded_on_gap = partial(self._guarded, "on_gap", on_gap) if callable(on_gap) else None
+        failures = Failures()
+        super().__init__(model, RoutingSettings.by_name(**by_name) if settings is None else settings, failures.call)
+        self.failures = failures.errors
+        guarded_on_gap = partial(failures.call, "on_gap", on_gap) if callable(on_gap) else None
         self._watcher = Watcher(
             model, self.sites, 0, self.beside(self._forget), on_gap=guarded_on_gap, on_end=self.ended
         )
@@ -99,11 +98,3 @@ class RoutingMonitor(RoutingRecorder):
         with self._lock:
             recording.add_forgotten(len(placed))
             keep_newest(self._watcher.recordings, 0)
-
-    def _guarded(self, what: str, function: Callable[..., object], *arguments: Any) -> None:
-        try:
-            function(*arguments)
-        except Exception as error:
-            if len(self.failures) < 1000:
-                self.failures.append(error)
-            LOG.error("%s failed, the generation went on: %s: %s", what, type(error).__name__, error)

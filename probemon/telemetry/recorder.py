@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.checks import check_callable
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import GENERATED, PHASES, PROMPT
 from probemon.errors import ConfigError
@@ -126,7 +127,7 @@ class RoutingRecorder:
 
         With beams it is called when `generate()` returns.
         """
-        _check_callable("listen", listener)
+        check_callable("listen", listener)
         self._listeners.append(listener)
 
     def watches(self, bem: Any) -> bool:
@@ -135,7 +136,7 @@ class RoutingRecorder:
 
     def on_alert(self, action: Callable[[Alert], object]) -> None:
         """Call `action(alert)` where an alert is raised or cleared, in the thread that generates."""
-        _check_callable("on_alert", action)
+        check_callable("on_alert", action)
         self._on_alert.append(action)
 
     @property
@@ -456,8 +457,3 @@ class RoutingRecorder:
 def as_exception(error: BaseException) -> Exception:
     """Return the error itself, or one that names it where `except Exception` would not catch it."""
     return error if isinstance(error, Exception) else RuntimeError(repr(error))
-
-
-def _check_callable(name: str, function: object) -> None:
-    if not callable(function):
-        raise ConfigError(f"{name} is given {function!r}: give a function to call")

@@ -226,7 +226,7 @@ def test_hosts_without_recurrent_layers_are_refused_and_wrong_settings():
         StateMonitor(llama)
     with pytest.raises(ConfigError, match="on_gap"):
         StateMonitor(make_host("mamba2"), on_gap="pass")
-    with pytest.raises(ConfigError, match="callable"):
+    with pytest.raises(ConfigError, match="listen is given None: give a function to call"):
         StateMonitor(make_host("mamba2")).listen(None)
     with StateMonitor(make_host("mamba2")) as monitor, pytest.raises(ConfigError, match="no state of row 0"):
         monitor.state_of(0)

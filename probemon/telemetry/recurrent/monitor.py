@@ -12,7 +12,6 @@ count. With beams they count when `generate()` returns, those that several retur
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import deque
@@ -25,10 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.checks import check_callable
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import Gap
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
+from probemon.monitor.failures import Failures
 from probemon.telemetry.recurrent.mixers import Stack, Steps, find_stacks
 from probemon.telemetry.recurrent.scan import effective_length, scan_loop, update_share
 from probemon.telemetry.recurrent.tally import WINDOW, StateTally, Told
@@ -39,7 +40,6 @@ from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watcher import Watcher
 
-LOG = logging.getLogger(__name__)
 Listener = Callable[[int, PlacedTokens, dict[str, Told]], object]
 
 
@@ -88,7 +88,8 @@ class StateMonitor:
         self._tallies = [StateTally(stack.names, stack.limit) for stack in self.stacks]
         self._kept: weakref.WeakKeyDictionary[Recording, _Kept] = weakref.WeakKeyDictionary()
         self._listeners: list[Listener] = []
-        self.failures: list[Exception] = []  # of listeners
+        self._failures = Failures()
+        self.failures = self._failures.errors  # of listeners
         self._lock = threading.RLock()
         sites = [site for stack in self.stacks for site in stack.sites]
         told = cast("Callable[[Gap], None]", on_gap) if callable(on_gap) else None
@@ -107,8 +108,7 @@ class StateMonitor:
         """Call `listener(row, tokens, told)` with the tokens of a row, in order: `told` has a `Told` for each stack, by
         the names of its layers, joined by spaces. Its errors are logged and kept in `failures`; they end no generation.
         """
-        if not callable(listener):
-            raise ConfigError(f"listen takes a callable, not {listener!r}")
+        check_callable("listen", listener)
         self._listeners.append(listener)
 
     @property
@@ -212,12 +212,7 @@ class StateMonitor:
             if len(which):
                 tally.add(told if new is None else told.take(which), known=not unknown)
         for listener in self._listeners:
-            try:
-                listener(row, placed, told_of)
-            except Exception as error:
-                if len(self.failures) < 1000:
-                    self.failures.append(error)
-                LOG.error("a listener failed, the generation went on: %s: %s", type(error).__name__, error)
+            self._failures.call("a listener", listener, row, placed, told_of)
 
     def _follow(self, stack: Stack, projected: Tensor, row: _RowOfStack, position: Tensor) -> Told:
         """Go on with a row's lengths and states, and say what its tokens did."""

@@ -4,6 +4,7 @@ fingerprint(model)                 # 'bf16-samples:3f1c...', for an fp32 and a b
 adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
 weights_fingerprint(model)         # 'weights:90c2...', of every value
 config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
+tokenizer_fingerprint(tokenizer)   # '7be1...', of all that a text's tokens depend on
 """
 
 from __future__ import annotations
@@ -121,6 +122,28 @@ def config_fingerprint(model: Any) -> str:
         if name not in _NOT_SETTINGS and not name.startswith("_")
     }
     return f"config:{hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]}"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A name for all that a text's tokens depend on.
+
+    How the tokenizer was last told to cut and pad is not of it: texts are neither cut nor padded, and reading one
+    changes that.
+    """
+    return hashlib.sha256(_of_tokens(tokenizer).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _of_tokens(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return repr(sorted(tokenizer.get_vocab().items()))
+    text = str(backend.to_str())
+    if backend.truncation is None and backend.padding is None:
+        return text
+    copy = type(backend).from_str(text)
+    copy.no_truncation()
+    copy.no_padding()
+    return str(copy.to_str())
 
 
 def adapters_fingerprint(model: Any, host: Any) -> str:

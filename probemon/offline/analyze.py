@@ -11,7 +11,6 @@ holds, so a run that was interrupted ends with the same rows as one that was not
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 import platform
@@ -27,7 +26,12 @@ from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import Audit
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
-from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
+from probemon.host.fingerprint import (
+    adapters_fingerprint,
+    config_fingerprint,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from probemon.host.model import host_state
 from probemon.offline.analysis_files import COUNTED, arrow, read_json, schemas
 from probemon.offline.analysis_folder import MANIFEST, Analysis
@@ -172,9 +176,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
             "quantisation": state.quantisation,
             "device": host.device.type,
         },
-        "tokenizer": hashlib.sha256(_described(scorer.reader.tokenizer).encode("utf-8", "surrogatepass")).hexdigest()[
-            :32
-        ],
+        "tokenizer": tokenizer_fingerprint(scorer.reader.tokenizer),
         "around": scorer.reader.around(),
         "cascade": (
             dataclasses.asdict(config)
@@ -187,22 +189,6 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
         "floor": table.floor,
         "keep_text": table.keep_text,
     }
-
-
-def _described(tokenizer: Any) -> str:
-    """All that a text's tokens depend on. How the tokenizer was last told to cut and pad is not of it: documents are
-    neither cut nor padded, and reading one changes that.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return repr(sorted(tokenizer.get_vocab().items()))
-    text = str(backend.to_str())
-    if backend.truncation is None and backend.padding is None:
-        return text
-    copy = type(backend).from_str(text)
-    copy.no_truncation()
-    copy.no_padding()
-    return str(copy.to_str())
 
 
 def _identified(pack: AnyPack) -> dict[str, Any]:

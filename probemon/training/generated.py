@@ -22,7 +22,12 @@ import transformers
 
 from probemon.core.files import write_text_atomically
 from probemon.errors import TrainingError
-from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
+from probemon.host.fingerprint import (
+    adapters_fingerprint,
+    config_fingerprint,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from probemon.host.model import unwrap
 from probemon.training.examples import Concept, Example, Examples
 
@@ -116,7 +121,7 @@ def _key(model: Any, tokenizer: Any, subjects: Sequence[tuple[str, str, int]], s
         config_fingerprint(host),
         adapters_fingerprint(model, host),
         None if sampling is None else sampling.to_json_string(),
-        sorted(tokenizer.get_vocab().items()),
+        tokenizer_fingerprint(tokenizer),
         [prompt for _, subject, _ in subjects for prompt in _prompts(tokenizer, subject, len(ASKED))],
         str(host.dtype),
         subjects,

@@ -52,22 +52,21 @@ def test_a_model_writes_what_a_concept_lacks_and_writes_it_once(demo, tmp_path, 
     assert with_generated(examples, *demo, n=4, seed=0, file=file) is examples
     with pytest.raises(TypeError):  # of another seed it would have to write anew
         with_generated(examples, *demo, n=8, seed=1, file=file)
-    model = demo[0]
-    neuron, sampling, theta = model.model.layers[3].mlp.down_proj.weight, model.generation_config, model.config
-    for owner, name, other in (
-        (neuron.data[0], 7, neuron[0, 7] + 1),
-        (sampling, "top_k", 1),
-        (theta, "rope_parameters", {**theta.rope_parameters, "rope_theta": 5.0}),
-        (demo[1], "chat_template", "{{ messages[0]['content'] }}"),
+    model, tokenizer = demo
+    for owner, name, other in (  # nor of a model that would write otherwise
+        (model.generation_config, "top_k", 1),
+        (model.config, "rope_parameters", {**model.config.rope_parameters, "rope_theta": 5.0}),
+        (tokenizer, "chat_template", "{{ messages[0]['content'] }}"),
     ):
-        is_item = isinstance(name, int)
-        before = owner[name].clone() if is_item else getattr(owner, name)
-        owner.__setitem__(name, other) if is_item else setattr(owner, name, other)
-        try:
-            with pytest.raises(TypeError):  # nor of a model that would write otherwise
-                with_generated(examples, *demo, n=8, seed=0, file=file)
-        finally:
-            owner.__setitem__(name, before) if is_item else setattr(owner, name, before)
+        with monkeypatch.context() as patch, pytest.raises(TypeError):
+            patch.setattr(owner, name, other)
+            with_generated(examples, *demo, n=8, seed=0, file=file)
+    neuron = model.model.layers[3].mlp.down_proj.weight.data[0]
+    before = neuron.clone()
+    neuron[7] += 1
+    with pytest.raises(TypeError):
+        with_generated(examples, *demo, n=8, seed=0, file=file)
+    neuron.copy_(before)
     assert with_generated(examples, *demo, n=8, seed=0, file=file) == more
 
 

@@ -182,13 +182,17 @@ def _foot(report: Mapping[str, Any]) -> list[Text]:
 
 def _decision(line: Mapping[str, Any]) -> str:
     weights = ["not finite" if weight is None else f"{weight:.2f}" for weight in line["top_w"]]
-    chosen = ", ".join(f"{expert} ({weight})" for expert, weight in zip(line["top_idx"], weights, strict=True))
-    if line["top_position"] is not None:  # of memory slots: which token is being read
+    if line["top_position"] is None:
+        parts = [f"{expert} ({weight})" for expert, weight in zip(line["top_idx"], weights, strict=True)]
+    else:  # of memory slots: which token is being read
         held = zip(line["top_idx"], line["top_position"], line["top_token"], weights, strict=True)
-        chosen = ", ".join(
+        parts = [
             f"slot {slot}: token {token} at {position} ({weight})" if position >= 0 else f"nothing ({weight})"
             for slot, position, token, weight in held
             if weight != "0.00"
-        )
+        ]
     entropy = "" if line["h_decision"] is None else f", entropy {line['h_decision']:.2f}"
-    return f"{line['site']} {line['level']}".strip() + f" {chosen}{entropy}{', reused' if line['reused'] else ''}"
+    return (
+        f"{line['site']} {line['level']}".strip()
+        + f" {', '.join(parts)}{entropy}{', reused' if line['reused'] else ''}"
+    )

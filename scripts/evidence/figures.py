@@ -15,6 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from figure_words import JUDGED, reason_of
+from memory_figures import memory_overhead, recipe_refusals, recipe_traps, recipes
 from staleness import stale_files
 
 WORDS = {
@@ -35,7 +37,7 @@ def claims(found: dict[str, Any]) -> list[str]:
     for name, claim in found["claims"].items():
         unit = UNITS.get(name, "x")
         bar = f"at {claim['kind']} {claim['bar']:g}{unit}"
-        judged = {True: "", False: ", **missed**", None: ", cannot be told"}[claim["holds"]]
+        judged = JUDGED[claim["holds"]]
         between = f" ({claim['low']:.2f} to {claim['high']:.2f})" if "low" in claim else ""
         lines.append(f"| {WORDS[name]} | {claim['value']:.2f}{unit}{between} | {bar}{judged} |")
     return lines
@@ -379,14 +381,10 @@ def architectures(found: dict[str, Any]) -> list[str]:
         ),
         "",
     ]
-    lines += [f"- {name}: {_reason(reason)}" for name, reason in refused.items()]
+    lines += [f"- {name}: {reason_of(reason)}" for name, reason in refused.items()]
     lines += ["", "Not built from a small configuration, by transformers' own error:", ""]
-    lines += [f"- {name}: {_reason(reason)}" for name, reason in missing.items()]
+    lines += [f"- {name}: {reason_of(reason)}" for name, reason in missing.items()]
     return lines
-
-
-def _reason(text: str) -> str:
-    return text[:117].replace("|", "/").replace("<", "").replace("*", "") + ("..." if len(text) > 117 else "")
 
 
 def training(found: dict[str, Any]) -> list[str]:
@@ -421,70 +419,6 @@ def training_costs(found: dict[str, Any]) -> list[str]:
             f" {case['states_gigabytes']:.1f} |"
         )
     return lines
-
-
-def memory_overhead(found: dict[str, Any]) -> list[str]:
-    """What watching states and slots adds to a decode step."""
-    what = {"steps": "steps", "states": "steps and states", "reads": "reads of slots, as routing"}
-    lines = ["| host | watched | a bare step | added (95 % interval) | bar |", "|---|---|---|---|---|"]
-    for row in found["rows"]:
-        judged = {True: "", False: ", **missed**", None: ", cannot be told"}[row["holds"]]
-        bar = "none" if row["bar"] is None else f"at most {row['bar']:g} %{judged}"
-        lines.append(
-            f"| {row['host']} | {what[row['way']]} | {row['bare_ms']:.0f} ms | {row['added_pct']:+.1f} %"
-            f" ({row['low']:+.1f} to {row['high']:+.1f}) |"
-            f" {bar} |"
-        )
-    return lines
-
-
-RECIPE_HOSTS = ("ltm", "mamba2", "falcon_h1")
-
-
-def recipes(found: dict[str, Any]) -> list[str]:
-    """How hosts are run well: what was checked, and by host how far it is off."""
-    lines = [
-        "| recipe | done by | what is measured | bound | slots (ltm) | mamba2 | falcon_h1 | elsewhere |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for rows in _by_recipe(found["rows"]):
-        cells = {row["host"]: _recipe_cell(row) for row in rows}
-        known = " | ".join(cells.pop(host, "") for host in RECIPE_HOSTS)
-        other = "; ".join(text if host == "any" else f"{host}: {text}" for host, text in cells.items())
-        first = rows[0]
-        bound = "" if first["bound"] is None else f"{first['bound']:g}"
-        lines.append(f"| {first['name']} | {first['library']} | {first['check']} | {bound} | {known} | {other} |")
-    return lines
-
-
-def recipe_traps(found: dict[str, Any]) -> list[str]:
-    """The wrong ways, and how far off each is."""
-    lines = ["| recipe | the trap | how far off |", "|---|---|---|"]
-    for rows in _by_recipe(found["rows"]):
-        if rows[0]["trap"] is not None:
-            off = "; ".join(f"{row['host']}: {row['trap_value']:.2g}".removeprefix("any: ") for row in rows)
-            lines.append(f"| {rows[0]['name']} | {rows[0]['trap']} | {off} |")
-    return lines
-
-
-def recipe_refusals(found: dict[str, Any]) -> list[str]:
-    """What is refused, and by which error."""
-    lines = ["| recipe | host | the error |", "|---|---|---|"]
-    refused = [row for row in found["rows"] if row["verdict"] == "refused"]
-    return lines + [f"| {row['name']} | {row['host']} | {_reason(row['value'])} |" for row in refused]
-
-
-def _by_recipe(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    grouped: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        grouped.setdefault(row["name"], []).append(row)
-    return list(grouped.values())
-
-
-def _recipe_cell(row: dict[str, Any]) -> str:
-    if row["verdict"] == "failed" and isinstance(row["value"], float):
-        return f"{row['value']:.2g}, **missed**"
-    return f"{row['value']:.2g}" if row["verdict"] == "within bound" else row["verdict"]
 
 
 TABLES = {

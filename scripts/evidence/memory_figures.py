@@ -1,0 +1,74 @@
+"""Tables of the pages about hosts that remember: what watching them adds, and how they are run well.
+
+memory_overhead(found), recipes(found), recipe_traps(found), recipe_refusals(found)     # lines of Markdown
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from figure_words import JUDGED, reason_of
+
+
+def memory_overhead(found: dict[str, Any]) -> list[str]:
+    """What watching states and slots adds to a decode step."""
+    what = {"steps": "steps", "states": "steps and states", "reads": "reads of slots, as routing"}
+    lines = ["| host | watched | a bare step | added (95 % interval) | bar |", "|---|---|---|---|---|"]
+    for row in found["rows"]:
+        judged = JUDGED[row["holds"]]
+        bar = "none" if row["bar"] is None else f"at most {row['bar']:g} %{judged}"
+        lines.append(
+            f"| {row['host']} | {what[row['way']]} | {row['bare_ms']:.0f} ms | {row['added_pct']:+.1f} %"
+            f" ({row['low']:+.1f} to {row['high']:+.1f}) |"
+            f" {bar} |"
+        )
+    return lines
+
+
+RECIPE_HOSTS = ("ltm", "mamba2", "falcon_h1")
+
+
+def recipes(found: dict[str, Any]) -> list[str]:
+    """How hosts are run well: what was checked, and by host how far it is off."""
+    lines = [
+        "| recipe | done by | what is measured | bound | slots (ltm) | mamba2 | falcon_h1 | elsewhere |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for rows in _by_recipe(found["rows"]):
+        cells = {row["host"]: _recipe_cell(row) for row in rows}
+        known = " | ".join(cells.pop(host, "") for host in RECIPE_HOSTS)
+        other = "; ".join(text if host == "any" else f"{host}: {text}" for host, text in cells.items())
+        first = rows[0]
+        bound = "" if first["bound"] is None else f"{first['bound']:g}"
+        lines.append(f"| {first['name']} | {first['library']} | {first['check']} | {bound} | {known} | {other} |")
+    return lines
+
+
+def recipe_traps(found: dict[str, Any]) -> list[str]:
+    """The wrong ways, and how far off each is."""
+    lines = ["| recipe | the trap | how far off |", "|---|---|---|"]
+    for rows in _by_recipe(found["rows"]):
+        if rows[0]["trap"] is not None:
+            off = "; ".join(f"{row['host']}: {row['trap_value']:.2g}".removeprefix("any: ") for row in rows)
+            lines.append(f"| {rows[0]['name']} | {rows[0]['trap']} | {off} |")
+    return lines
+
+
+def recipe_refusals(found: dict[str, Any]) -> list[str]:
+    """What is refused, and by which error."""
+    lines = ["| recipe | host | the error |", "|---|---|---|"]
+    refused = [row for row in found["rows"] if row["verdict"] == "refused"]
+    return lines + [f"| {row['name']} | {row['host']} | {reason_of(row['value'])} |" for row in refused]
+
+
+def _by_recipe(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault(row["name"], []).append(row)
+    return list(grouped.values())
+
+
+def _recipe_cell(row: dict[str, Any]) -> str:
+    if row["verdict"] == "failed" and isinstance(row["value"], float):
+        return f"{row['value']:.2g}, **missed**"
+    return f"{row['value']:.2g}" if row["verdict"] == "within bound" else row["verdict"]

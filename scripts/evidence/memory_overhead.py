@@ -3,9 +3,9 @@
     python scripts/evidence/memory_overhead.py                   # writes docs/benchmarks/memory_overhead.json
     python scripts/evidence/memory_overhead.py --rounds 3 --json FILE
 
-In each round the bare host and every way of watching it generate the same tokens, in an order that turns. Of the rounds
-come the median of what a way adds, and its 95 % interval by bootstrap. The bar is 5 % for records of steps and of
-reads; `states=True` computes the recurrence again, and has none.
+In each round the bare host and every way of watching it generate the same tokens, in an order that turns. What a way
+adds is that of its median generation over the bare one's, with the 95 % interval of `ratio_interval_pct`. The bar is
+5 % for records of steps and of reads; `states=True` computes the recurrence again, and has none.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from probemon.core.files import write_text_atomically
 from probemon.models.ltm import LtmConfig, LtmForCausalLM
+from probemon.monitor.overhead import ratio_interval_pct
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.recurrent import StateMonitor
 from provenance import about
@@ -77,17 +78,17 @@ def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
                 if number:  # the first round is to warm up
                     seconds[way].append(time.perf_counter() - begin)
         order = order[1:] + order[:1]
-    bare, rng = np.array(seconds.pop("bare")), np.random.default_rng(0)
-    rows = []
+    bare = seconds.pop("bare")
+    bare_ms, rows = 1e3 * statistics.median(bare) / N_NEW, []
     for way, taken in seconds.items():
-        added = 100 * (np.array(taken) / bare - 1)
-        resampled = np.median(added[rng.integers(len(added), size=(2000, len(added)))], axis=1)
-        low, high = np.quantile(resampled, [0.025, 0.975]).tolist()
+        # A turn is one generation of each.
+        low, high = ratio_interval_pct([[one] for one in bare], [[one] for one in taken])
+        added = 100 * (statistics.median(taken) / statistics.median(bare) - 1)
         bar = None if way == "states" else BAR
         rows.append(
             {
-                "host": kind, "way": way, "bare_ms": 1e3 * float(np.median(bare)) / N_NEW,
-                "added_pct": float(np.median(added)), "low": low, "high": high, "bar": bar,
+                "host": kind, "way": way, "bare_ms": bare_ms,
+                "added_pct": added, "low": low, "high": high, "bar": bar,
                 "holds": None if bar is None or low < bar < high else high <= bar,
             }
         )  # fmt: skip

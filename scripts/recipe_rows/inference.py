@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,12 +75,17 @@ def sdpa(kind: str) -> Found:
     )
 
 
+def generated(model: Any, ids: Tensor, first: Any = None, **options: Any) -> Found:
+    """What generate() does with a watched host, against one forward of each row alone; `first` as in `distance`."""
+    with Watch(model) as watch:
+        out, logits = greedy(model, ids, **options)
+    expected = forwards(model, out, [0] * len(ids) if first is None else first, logits.shape[1])
+    return Found(largest(logits, expected), watch.distance(out, first))
+
+
 @recipe("cache", "transformers", "logits with a cache are those of one forward of the text", on=BOTH, bound=1e-5)
 def cached(kind: str) -> Found:
-    model = make(kind)
-    with Watch(model) as watch:
-        out, logits = greedy(model, IDS[:, :9])
-    return Found(largest(logits, forwards(model, out, [0] * 4, 8)), watch.distance(out))
+    return generated(make(kind), IDS[:, :9])
 
 
 @recipe("cache, bytes", "transformers", "bytes kept for a row, less those of the formula", on=BOTH)
@@ -111,10 +117,7 @@ def cache_bytes(kind: str) -> Found:
     "logits of a batch that is padded on the left are those of each row alone", on=BOTH, bound=1e-5,
 )  # fmt: skip
 def batched(kind: str) -> Found:
-    model = make(kind)
-    with Watch(model) as watch:
-        out, logits = greedy(model, PADDED, attention_mask=MASK)
-    return Found(largest(logits, forwards(model, out, PADDING, 8)), watch.distance(out, PADDING))
+    return generated(make(kind), PADDED, PADDING, attention_mask=MASK)
 
 
 def _padded_after() -> tuple[Tensor, Tensor]:
@@ -209,26 +212,24 @@ def pieces_refused(kind: str) -> Refused:
 
 @recipe("prompt in chunks", "transformers", "logits are those of one forward", on=("ltm", "falcon_h1"), bound=1e-5)
 def chunked(kind: str) -> Found:
-    model = make(kind)
-    with Watch(model) as watch:
-        out, logits = greedy(model, IDS[:, :9], prefill_chunk_size=4)
-    return Found(largest(logits, forwards(model, out, [0] * 4, 8)), watch.distance(out))
+    return generated(make(kind), IDS[:, :9], prefill_chunk_size=4)
 
 
 @recipe("speculative decoding", "transformers", "a draft model is refused", on=BOTH, bound=None)
 def speculative(kind: str) -> Refused:
+    return _refused_as_stateful(kind, assistant_model=make(kind, seed=1))
+
+
+def _refused_as_stateful(kind: str, **drafts: Any) -> Refused:
     model = make(kind)
     with refusal(ValueError, "stateful") as met, Watch(model):
-        model.generate(IDS[:1, :9], assistant_model=make(kind, seed=1), **GREEDY)
+        model.generate(IDS[:1, :9], **drafts, **GREEDY)
     return met[0]
 
 
 @recipe("prompt lookup", "transformers", "it is refused", on=BOTH, bound=None)
 def lookup(kind: str) -> Refused:
-    model = make(kind)
-    with refusal(ValueError, "stateful") as met, Watch(model):
-        model.generate(IDS[:1, :9], prompt_lookup_num_tokens=3, **GREEDY)
-    return met[0]
+    return _refused_as_stateful(kind, prompt_lookup_num_tokens=3)
 
 
 @recipe("static cache", "transformers", "it is refused", on=("ltm",), bound=None)
@@ -258,12 +259,8 @@ def requests(kind: str) -> Found:
         width = max(len(text) for text in texts)
         before = [width - len(text) for text in texts]
         ids = torch.stack([functional.pad(text, (n, 0)) for text, n in zip(texts, before, strict=True)])
-        with Watch(model) as watch:
-            out, logits = greedy(model, ids, attention_mask=(ids != 0).long())
-        worst, seen = (
-            max(worst, largest(logits, forwards(model, out, before, 8))),
-            max(seen, watch.distance(out, before)),
-        )
+        found = generated(model, ids, before, attention_mask=(ids != 0).long())
+        worst, seen = max(worst, found.value), max(seen, found.watched or 0.0)
         if len(texts) < 2:
             break
     return Found(worst, seen)
@@ -321,23 +318,30 @@ def scans(kind: str) -> Found:
     return Found(worst, None, float((~(1 / decays).cumsum(0).isfinite()).sum()))
 
 
+@contextmanager
+def _dynamo() -> Iterator[Callable[[], int]]:
+    """A compiler that knows nothing from before, nor keeps anything; how many graphs it has made so far."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        yield lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    finally:
+        torch._dynamo.reset()
+
+
 @recipe(
     "torch.compile", "torch.compile", "logits of two lengths are those of the plain host; something was compiled",
     on=("ltm", "mamba2"), bound=1e-5,
 )  # fmt: skip
 def compiled(kind: str) -> Found:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     model, plain = make(kind), make(kind)
-    with torch.no_grad():
+    with _dynamo() as n_graphs, torch.no_grad():
         expected = [plain(IDS[:1, :n], use_cache=False).logits for n in (12, 8)]
         with Watch(model, states=False) as watch:
             fast = torch.compile(model, backend="eager", dynamic=True)
             found = [fast(IDS[:1, :n], use_cache=False).logits for n in (12, 8)]
-    n_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-    seen = max(watch.distance(IDS[:1, :n], last=0) for n in (12, 8))
-    return Found(largest(found, expected) if n_graphs else float("inf"), seen)
+        value = largest(found, expected) if n_graphs() else float("inf")
+    return Found(value, max(watch.distance(IDS[:1, :n], last=0) for n in (12, 8)))
 
 
 @recipe(
@@ -345,17 +349,14 @@ def compiled(kind: str) -> Found:
     on=("ltm", "falcon_h1"), bound=1e-5,
 )  # fmt: skip
 def fused(kind: str) -> Found:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     model, plain = make(kind), make(kind)
     for layer in model.model.layers:
         (layer.mlp if kind == "ltm" else layer.feed_forward).compile()
-    with torch.no_grad(), Watch(model) as watch:
-        logits = model(IDS).logits
-    n_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    seen = watch.distance(IDS, plain=plain, last=0)
-    torch._dynamo.reset()
-    return Found(largest(logits, plain(IDS).logits) if n_graphs else float("inf"), seen)
+    with _dynamo() as n_graphs:
+        with torch.no_grad(), Watch(model) as watch:
+            logits = model(IDS).logits
+        value = largest(logits, plain(IDS).logits) if n_graphs() else float("inf")
+        return Found(value, watch.distance(IDS, plain=plain, last=0))
 
 
 @recipe(

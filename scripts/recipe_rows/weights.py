@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -74,10 +73,15 @@ def int8_dynamic(kind: str) -> Found:
 
 
 def _int8_logits(kind: str, config: Any) -> Found:
-    model, plain = make(kind), make(kind)
+    model = make(kind)
     _quantised(model, config)
+    return _error(kind, model)
+
+
+def _error(kind: str, model: Any) -> Found:
+    """How far the logits of a coarse host are from those of the plain one, over their size."""
     with torch.no_grad():
-        expected = plain(IDS).logits
+        expected = make(kind)(IDS).logits
         with Watch(model) as watch:
             logits = model(IDS).logits
     return Found(float((logits - expected).norm() / expected.norm()), watch.distance(IDS, last=0))
@@ -113,15 +117,8 @@ def _static(kind: str, share: float) -> Any:
     trap_least=2.0, apart=True,
 )  # fmt: skip
 def int8_static(kind: str) -> Found:
-    found, plain = [], make(kind)
-    with torch.no_grad():
-        expected = plain(IDS).logits
-        for share in (0.5, 1.0):
-            model = _static(kind, share)
-            with Watch(model) as watch:
-                logits = model(IDS).logits
-            found.append(float((logits - expected).norm() / expected.norm()))
-    return Found(found[1], watch.distance(IDS, last=0), found[0] / found[1])
+    by_median, found = (_error(kind, _static(kind, share)) for share in (0.5, 1.0))
+    return Found(found.value, found.watched, by_median.value / found.value)
 
 
 @recipe(
@@ -130,12 +127,7 @@ def int8_static(kind: str) -> Found:
 )  # fmt: skip
 def int8_static_memory(kind: str) -> Found:
     """The bound is the one that was set first. It is missed, and the next row says what bounds it."""
-    with torch.no_grad():
-        expected = make(kind)(IDS).logits
-        model = _static(kind, 1.0)
-        with Watch(model) as watch:
-            logits = model(IDS).logits
-    return Found(float((logits - expected).norm() / expected.norm()), watch.distance(IDS, last=0))
+    return _error(kind, _static(kind, 1.0))
 
 
 @recipe(
@@ -258,13 +250,8 @@ def _offloaded(model: Any, plain: Any) -> Found:
     bound=1.0, trap="slots that are still read, taken away: how far reads move",
 )  # fmt: skip
 def reduced(kind: str) -> Found:
-    model = make(kind)
-    with torch.no_grad(), Watch(model) as watch:
-        cache = model(IDS, use_cache=True).past_key_values
-    state = copy.deepcopy(memory_of(cache)[1])
-    memory = model.memories[1]
+    memory, state, queries, seen = _written(kind)
     fewer = state.reduced(5)
-    queries = torch.randn(len(IDS), 9, state.keys.shape[2], generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         values, p = memory.read(queries, state)
         less, _ = memory.read(queries, fewer)
@@ -272,19 +259,25 @@ def reduced(kind: str) -> Found:
     gone = (p[..., 1:] * ~kept[:, None]).sum(-1)
     most = 2 * gone * state.values.norm(dim=-1).amax(1)[:, None]
     moved = (less - values).norm(dim=-1)
-    return Found(float((moved / most).max()), watch.distance(IDS, last=0), float(moved.max()))
+    return Found(float((moved / most).max()), seen, float(moved.max()))
+
+
+def _written(kind: str) -> tuple[Any, Any, Tensor, float]:
+    """A memory, its state after a text, queries, and how far what was watched is from plain forwards."""
+    model = make(kind)
+    with torch.no_grad(), Watch(model) as watch:
+        cache = model(IDS, use_cache=True).past_key_values
+    state = memory_of(cache)[1]
+    queries = torch.randn(len(IDS), 9, state.keys.shape[2], generator=torch.Generator().manual_seed(4))
+    return model.memories[1], state, queries, watch.distance(IDS, last=0)
 
 
 @recipe("more slots", "probemon", "what is read stays as it was", on=("ltm",), bound=1e-6)
 def grown(kind: str) -> Found:
-    model = make(kind)
-    with torch.no_grad(), Watch(model) as watch:
-        cache = model(IDS, use_cache=True).past_key_values
-    state, memory = memory_of(cache)[1], model.memories[1]
-    queries = torch.randn(len(IDS), 9, state.keys.shape[2], generator=torch.Generator().manual_seed(4))
+    memory, state, queries, seen = _written(kind)
     with torch.no_grad():
         moved = largest(memory.read(queries, state.grown(19))[0], memory.read(queries, state)[0])
-    return Found(moved, watch.distance(IDS, last=0))
+    return Found(moved, seen)
 
 
 @recipe(

@@ -28,6 +28,13 @@ from probemon.host.model import compiled_parts, is_encoder_decoder
 from probemon.host.shadow import Owner, shadow
 
 
+# What torch says where a graph that may not break meets our hooks.
+_NO_WHOLE_GRAPH = (
+    "probemon watches this model and reads each forward outside of the graph, for which torch.compile(model,"
+    " fullgraph=True) leaves no place: call model.compile(fullgraph=True) instead, or compile without fullgraph"
+)
+
+
 class _Forward(threading.local):
     """The forward that a thread has open: how often each site had been written before it."""
 
@@ -137,7 +144,7 @@ class Bracket:
     def unless(self, hook: Callable[..., None]) -> Callable[..., None]:
         """A hook that does nothing where a bracket does its work, and leaves the graph of any other compiled code."""
         # A partial, not a closure: who copies or pickles the model finds in it whose hook this is.
-        return partial(self._unless, hook, torch.compiler.disable(hook))
+        return partial(self._unless, hook, torch.compiler.disable(hook, reason=_NO_WHOLE_GRAPH))
 
     def _unless(self, hook: Callable[..., None], disabled: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_dynamo_compiling():  # not is_compiling, which is also true while another thread compiles

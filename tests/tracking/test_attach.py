@@ -624,6 +624,20 @@ def test_compiled_hosts_keep_their_graphs_whole(pack, two_sites, which, attached
             check(manager, make_model(), run.result(out), row, out[row].tolist(), 0, [(prompt.shape[1], 2)])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_function_that_may_not_leave_its_graph_is_refused_with_the_remedy(pack, model):
+    torch._dynamo.reset()
+    as_function = torch.compile(model, backend="eager", fullgraph=True)
+    expected = as_function(PROMPT).logits
+    with (
+        DynamicProbeManager(pack).attach(as_function),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"call model\.compile\(fullgraph=True\)"),
+    ):
+        as_function(PROMPT)
+    assert torch.equal(as_function(PROMPT).logits, expected)
+    torch._dynamo.reset()
+
+
 BEAMS = {
     "beams": {},
     "beams, sampled": {"do_sample": True, "temperature": 2.0},

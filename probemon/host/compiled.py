@@ -27,7 +27,6 @@ from probemon.host.internals import COMPILED_CALL, keep_address, shadow_compiled
 from probemon.host.model import compiled_parts, is_encoder_decoder
 from probemon.host.shadow import Owner, shadow
 
-
 # What torch says where a graph that may not break meets our hooks.
 _NO_WHOLE_GRAPH = (
     "probemon watches this model and reads each forward outside of the graph, for which torch.compile(model,"

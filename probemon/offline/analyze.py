@@ -11,6 +11,7 @@ holds, so a run that was interrupted ends with the same rows as one that was not
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import platform
@@ -41,6 +42,7 @@ from probemon.offline.state_reader import give_back
 from probemon.offline.windows import Reading, Shard, shards
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import CONCEPTS, PROBES
+from probemon.packs.opened import OpenedPack
 
 Progress = Callable[[float, int], object]
 
@@ -201,8 +203,15 @@ def _identified(pack: AnyPack) -> dict[str, Any]:
         "probes": files[PROBES]["sha256"],
         "inputs": [dataclasses.asdict(spec) for spec in pack.inputs],
         "score_rule": pack.score_rule,
+        "thresholds": _of_thresholds(pack),
         **({} if pack.alert_set is None else {"alert_set": pack.alert_set}),
     }
+
+
+def _of_thresholds(pack: OpenedPack) -> str:
+    """Return a name for the thresholds as they are now: whoever opened the pack may have written to them since."""
+    vectors = (pack.alert_threshold, pack.expand_threshold)
+    return hashlib.sha256(b"".join(vector.numpy().tobytes() for vector in vectors)).hexdigest()[:32]
 
 
 def environment() -> dict[str, Any]:

@@ -370,6 +370,19 @@ def test_tree_in_the_architecture_is_the_tree():
         assert any(f"def {test}(" in f.read_text() for f in (ROOT / "tests").rglob("*.py")), test
 
 
+def test_tables_have_a_line_for_each_row():
+    """Figures are looked for in joined lines, so a table that was wrapped as prose is would not be missed."""
+    wrapped = re.compile(r"\S.*\|-{2,}\|")
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    assert len(pages) > 30
+    assert not [
+        page.name
+        for page in pages
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if wrapped.match(line) and not re.fullmatch(r"[|:\- ]+", line)
+    ]
+
+
 def test_every_result_file_names_its_commit_and_machine():
     for path in (ROOT / "docs/benchmarks").glob("*.json"):
         found = json.loads(path.read_text())

@@ -34,6 +34,7 @@ from probemon.offline.analyze import analyze, kernel_of
 from probemon.offline.corpus import CorpusScorer, score_documents
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, Tokens, Window, batches, cut, encode, shards
+from probemon.packs.pack import ProbePack
 
 SMALL = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
 PROGRAM = Path(__file__).parents[1] / "programs" / "analyze_corpus.py"
@@ -434,6 +435,15 @@ def test_another_host_does_not_go_on_with_an_analysis(manager, tokenizer, tmp_pa
             host.model.rotary_emb.inv_freq *= 2
     with pytest.raises(ConfigError, match=r"made otherwise \(host\.weights was 'weights:"):
         analyze(manager, host, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
+
+
+def test_thresholds_that_were_written_to_do_not_go_on_with_an_analysis(model, manager, tokenizer, tmp_path):
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL)
+    (tmp_path / "out/shards/00001.json").unlink()
+    pack = ProbePack.open(manager.pack.directory)
+    pack.alert_threshold[0] += 0.01
+    with pytest.raises(ConfigError, match=r"made otherwise \(pack\.thresholds was '"):
+        analyze(DynamicProbeManager(pack), model, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
 
 
 def test_how_a_tokenizer_was_last_told_to_cut_and_pad_makes_no_other_analysis(model, manager, tmp_path):

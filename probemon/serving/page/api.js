@@ -1,0 +1,72 @@
+// What is asked of the server, by fetch, since a header bears the secret.
+
+import { headers } from "./session.js";
+
+/** An answer that is not 2xx: `status`, and the server's own words. */
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function refusal(response) {
+  const text = await response.text().catch(() => "");
+  let message = text.slice(0, 300);
+  try {
+    const { error } = JSON.parse(text);
+    message = error?.message ?? error ?? message;
+  } catch { /* it is no JSON: its text is the message */ }
+  return new Refused(response.status, String(message || response.statusText || `status ${response.status}`));
+}
+
+export async function getJson(path) {
+  const response = await fetch(path, { headers: headers(), cache: "no-store" });
+  if (!response.ok) throw await refusal(response);
+  return response.json();
+}
+
+export const getPack = () => getJson("/v1/probemon/pack");
+export const getRuns = () => getJson("/v1/probemon/requests");
+export const getRun = (id) => getJson(`/v1/probemon/requests/${encodeURIComponent(id)}`);
+
+/** Ask for a chat's answer and read it to its end; `begun(id)` is called at its first chunk. What it says comes by the events. */
+export async function ask(body, signal, begun) {
+  const response = await fetch("/v1/chat/completions", {
+    method: "POST", signal, headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ ...body, stream: true }),
+  });
+  if (!response.ok) throw await refusal(response);
+  let id = null;
+  for await (const { data } of readEvents(response.body)) {
+    if (data === "[DONE]") break;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Refused(500, String(chunk.error.message ?? chunk.error));
+    if (id === null && chunk.id) begun(id = chunk.id);
+  }
+}
+
+/** Server-sent events of a body: {id, event, data, retry}, as the standard says it. */
+export async function* readEvents(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "", fields = {};
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line === "") {
+          if (fields.data !== undefined || fields.retry !== undefined) yield fields;
+          fields = {};
+          continue;
+        }
+        const [, name, text] = line.match(/^([^:]*):? ?([^]*)$/);
+        if (name === "data") fields.data = fields.data === undefined ? text : `${fields.data}\n${text}`;
+        else if (["id", "event", "retry"].includes(name)) fields[name] = text;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

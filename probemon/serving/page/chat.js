@@ -1,0 +1,124 @@
+// The conversation that is shown, and what asks for more of it.
+
+import { $, el } from "./elements.js";
+import { ask } from "./api.js";
+import { clip, harmless } from "./harmless.js";
+import { hashOf, NOWHERE } from "./link.js";
+import { asked } from "./rules.js";
+import { endingOf } from "./runs.js";
+import { answerOf, isRunning } from "./state.js";
+import { coverageOf } from "./now.js";
+import { drawTokens } from "./tokens.js";
+
+const TOP_K = 12, NEAR_END = 60; // pixels
+const ROLES = { user: "You", assistant: "Answer", system: "System", developer: "Developer", tool: "Tool" };
+const textOf = (content) => typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content);
+
+function messageNode(app, run, message, i) {
+  const known = message.role === "assistant" ? answerOf(app.state, run.messages, i) : null;
+  return el("article", { class: `message ${message.role in ROLES ? message.role : "other"}` },
+    el("h3", {}, el("span", {}, ROLES[message.role] ?? clip(message.role, 30)), known && el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts")),
+    el("div", { class: "text", dir: "auto" }, harmless(textOf(message.content), "\n\t")));
+}
+
+function drawMessages(app, run) {
+  const box = $("messages"), pending = app.asking !== null && app.asking.id === null ? app.asking.messages : null;
+  const messages = pending ?? run?.messages ?? (run?.prompt ? [{ role: "user", content: run.prompt }] : []);
+  const key = JSON.stringify([run?.id ?? null, messages, app.state.runs.size]);
+  if (box.key === key) return;
+  box.key = key;
+  box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages }, message, i)));
+  $("thread").scrollTop = $("thread").scrollHeight;
+}
+
+export function drawChat(app, view) {
+  const run = app.run(), thread = $("thread"), pending = app.asking !== null && app.asking.id === null;
+  const atEnd = thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
+  $("empty").hidden = run !== null || pending;
+  $("gone").hidden = app.gone === null;
+  $("gone").textContent = app.gone ?? "";
+  drawMessages(app, run);
+  $("answer-panel").hidden = (view === null && run === null) && !pending;
+  $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !(view?.choice.tokens.length)));
+  $("answer-wait").textContent = pending ? "Waiting for its turn" : "Reading the prompt";
+  if ($("answer").run !== run || $("answer").choice !== view?.choice) { $("answer").replaceChildren(); Object.assign($("answer"), { run, choice: view?.choice, drawn: [] }); }
+  if (view !== null && !pending) drawTokens($("answer"), view); else if (pending) { $("answer").replaceChildren(); $("answer").drawn = []; }
+  drawFoot(app, run, view, pending);
+  drawChoices(app, run);
+  $("newest").hidden = atEnd || !thread.scrollHeight;
+  if (atEnd && app.follow && app.hoverAt === null) thread.scrollTop = thread.scrollHeight;
+  $("follow").hidden = app.follow || app.state.runs.size === 0;
+  drawComposer(app, run);
+}
+
+function drawFoot(app, run, view, pending) {
+  const running = run !== null && isRunning(run), ending = run === null || pending ? "" : endingOf(run, view?.i ?? 0);
+  $("answer-state").textContent = pending || run === null ? "" : running && !ending ? "answering" : ending;
+  $("answer-state").className = `state ${run?.error !== null && run !== null ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
+  $("answer-coverage").textContent = view === null || pending ? "" : coverageOf(view);
+  const unlike = view?.choice.summary?.unlike;
+  $("answer-unlike").hidden = !unlike || pending;
+  $("answer-unlike").textContent = unlike ? clip(unlike, 300) : "";
+}
+
+function drawChoices(app, run) {
+  const box = $("choices"), n = run === null ? 0 : Math.max(run.n, run.choices.length), key = `${run?.id} ${n} ${app.place.choice}`;
+  if (box.key === key) return;
+  box.key = key;
+  box.hidden = n < 2;
+  box.replaceChildren(...Array.from({ length: n }, (_, i) => el("a", { href: hashOf({ ...NOWHERE, answer: run.id, choice: i }), "aria-current": i === app.place.choice ? "true" : undefined }, `${i + 1}`)));
+}
+
+function drawComposer(app, run) {
+  const busy = app.asking !== null, goesOn = run !== null && run.kind === "chat" && !run.pack;
+  $("send").textContent = busy ? "Stop" : "Send";
+  $("send").className = busy ? "stop" : "primary";
+  $("new").hidden = run === null;
+  $("ask").placeholder = goesOn ? "Go on with this conversation" : "Ask something";
+}
+
+/** Ask for an answer to the conversation that is shown and what was typed. */
+async function send(app) {
+  const typed = $("ask").value.trim(), run = app.run();
+  if (!typed || app.state.pack === null) return;
+  const before = run !== null && run.kind === "chat" && !run.pack && run.messages !== null ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }] : [];
+  const messages = [...before, { role: "user", content: typed }], control = new AbortController();
+  const body = { model: app.state.pack.model, messages, max_tokens: Number($("max-tokens").value) || 200, temperature: Number($("temperature").value) || 0, probemon: { top_k: TOP_K, rules: asked(app.rules) } };
+  app.asking = { id: null, messages, control };
+  app.complain("");
+  app.follow = true;
+  $("ask").value = "";
+  grow();
+  app.draw();
+  try {
+    await ask(body, control.signal, (id) => { app.asking.id = id; app.go({ answer: id }); });
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      app.complain(error.status ? error.message : `The server did not answer: ${error.message}`);
+      if (error.status === 401) app.signIn();
+      if (!$("ask").value) $("ask").value = typed;
+      grow();
+    }
+  }
+  app.asking = null;
+  app.draw();
+}
+
+function grow() {
+  const box = $("ask");
+  box.style.height = "auto";
+  box.style.height = `${Math.min(160, box.scrollHeight + 2)}px`;
+}
+
+export function compose(app) {
+  const act = () => { if (app.asking !== null) app.asking.control.abort(); else send(app); };
+  $("composer").addEventListener("submit", (event) => { event.preventDefault(); act(); });
+  $("ask").addEventListener("input", grow);
+  $("ask").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (app.asking === null) send(app); }
+  });
+  $("new").addEventListener("click", () => { app.follow = false; app.go({ answer: null }); $("ask").focus(); });
+  $("newest").addEventListener("click", () => { $("thread").scrollTop = $("thread").scrollHeight; app.draw(); });
+  $("thread").addEventListener("scroll", () => app.draw(), { passive: true });
+  for (const example of document.querySelectorAll("#examples button")) example.addEventListener("click", () => { $("ask").value = example.textContent; send(app); });
+}

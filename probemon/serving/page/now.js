@@ -1,0 +1,68 @@
+// What is thought at one token: the concepts that lead there with strength and precision, and where each began.
+
+import { $, el } from "./elements.js";
+import { plural } from "./words.js";
+import { tint } from "./digest.js";
+import { clip } from "./harmless.js";
+import { above, inOneLine, nameOf, quoted, right, strengthOf } from "./said.js";
+import { hueOf } from "./tokens.js";
+
+const ROWS = 5, FULL = 5; // strength of a full bar
+
+export const badge = (mark, kind = "") => el("span", { class: `badge h${hueOf(mark)} ${kind}` }, String(mark));
+
+function bar(strength) {
+  const inner = el("i"), node = el("span", { class: "bar", "aria-hidden": "true" }, inner);
+  inner.style.width = `${Math.max(4, Math.min(100, 100 * (strength ?? 1) / FULL))}%`;
+  return node;
+}
+
+function row(app, view, at) {
+  const { pack, digest, choice } = view, known = digest.concepts.get(at.c), mark = digest.marks.get(at.c), first = choice.tokens[known.first];
+  return el("li", { class: `leader h${mark ? hueOf(mark) : 0} t${tint(at.strength)}` },
+    el("button", { class: "concept", type: "button", "aria-pressed": String(view.concept === at.c), title: inOneLine(pack, at), click: () => app.choose(at.c) },
+      mark ? badge(mark) : "", el("bdi", {}, nameOf(pack, at.c))),
+    el("span", { class: "number" }, strengthOf(pack, at.c, at.strength, at.score)), bar(at.strength),
+    el("span", { class: "more" }, [above(pack, at.c), right(pack, at.c)].filter(Boolean).join(" · ")),
+    el("button", { class: "since", type: "button", click: () => app.pin(known.first) }, known.first === view.at ? "begins here" : `since ${quoted(first)} ${first.position}`));
+}
+
+/** Draw the panel of the token `view.at`, and a line on how much of the answer was looked at. */
+export function drawNow(app, view) {
+  $("now-empty").hidden = view !== null && view.at !== null;
+  $("now-body").hidden = !$("now-empty").hidden;
+  if ($("now-body").hidden) { $("now-what").textContent = ""; return; }
+  const { choice, digest, at, pack } = view, token = choice.tokens[at];
+  $("now-what").replaceChildren(view.pinned === at ? "pinned " : view.hovered ? "" : "now ", el("bdi", {}, quoted(token)), ` token ${token.position}`);
+  $("unpin").hidden = view.pinned === null && view.concept === null;
+  const leading = digest.leaders[at] ?? [], near = digest.near[at] ?? [];
+  const rows = leading.slice(0, ROWS).map((found) => row(app, view, found));
+  if (token.unseen) rows.push(el("li", { class: "nothing hatched" }, el("span", {}, `Unseen: ${clip(token.unseen, 200)}.`)));
+  else if (!leading.length) {
+    rows.push(el("li", { class: "nothing" }, "Nothing is over its threshold at this token."));
+    for (const found of near.slice(0, 3)) rows.push(el("li", { class: "near" }, el("bdi", {}, nameOf(pack, found.c)), el("span", { class: "number" }, strengthOf(pack, found.c, found.strength, found.score))));
+  }
+  if (leading.length > ROWS) rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")}`));
+  $("now-rows").replaceChildren(...rows);
+  $("now-last").replaceChildren(...lastFired(app, view));
+}
+
+/** Where something last fired, for a token at which nothing does. */
+function lastFired(app, { digest, at, choice, pack }) {
+  if (digest.leaders[at]?.length) return [];
+  let i = Math.min(at, digest.leaders.length) - 1;
+  while (i >= 0 && !digest.leaders[i].length) i--;
+  if (i < 0) return [];
+  return ["Last: ", el("button", { class: "since", type: "button", click: () => app.pin(i) }, `${nameOf(pack, digest.leaders[i][0].c)} at ${quoted(choice.tokens[i])} ${choice.tokens[i].position}`)];
+}
+
+/** How much was looked at in the whole answer, in a line. */
+export function coverageOf({ choice, pack, upto }) {
+  const tokens = choice.tokens.slice(0, upto + 1), unseen = tokens.filter((token) => token.unseen), seen = tokens.length - unseen.length;
+  if (!tokens.length) return "";
+  const active = tokens.reduce((sum, token) => sum + (token.unseen ? 0 : token.n_active), 0) / Math.max(1, seen), total = choice.summary?.coverage ?? {};
+  return [
+    `${plural(seen, "token")} seen, ${unseen.length} unseen`, `of ${plural(pack.concepts.length, "probe")} ${active.toFixed(0)} active a token`,
+    ...(total.dropped ? [`${plural(total.dropped, "probe")} dropped by a limit`] : []),
+  ].join(" · ");
+}

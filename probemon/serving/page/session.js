@@ -1,0 +1,23 @@
+// The server's secret: taken from the address that `probemon serve` printed, kept for this tab alone, sent in a header, never in an address.
+
+const NAME = "probemon-token";
+
+/** Move the secret from a hash like `#token=...` into the session, and return whether there was one. */
+export function takeToken() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  if (!given.get("token") || given.get("answer")) return false;
+  keepToken(given.get("token"));
+  history.replaceState(null, "", location.pathname + location.search);
+  return true;
+}
+
+/** Keep a secret: the token, or the whole address or line in which it stands. */
+export function keepToken(text) {
+  const token = text.match(/#token=([^\s&]+)/)?.[1] ?? text.trim();
+  sessionStorage.setItem(NAME, token);
+}
+
+export function headers(more = {}) {
+  const token = sessionStorage.getItem(NAME);
+  return token ? { Authorization: `Bearer ${token}`, ...more } : more;
+}

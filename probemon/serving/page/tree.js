@@ -1,0 +1,100 @@
+// The hierarchy as a tree that opens where the answer went: a concept and the token at which it first fired, those below it in that order.
+
+import { $, el } from "./elements.js";
+import { plural } from "./words.js";
+import { tint } from "./digest.js";
+import { nameOf, quoted, signed } from "./said.js";
+import { badge } from "./now.js";
+import { hueOf } from "./tokens.js";
+
+const toggled = new Map(), quiet = new Set(); // of concepts: opened or closed by hand; those whose quiet children are listed
+
+/** Rows {c, depth, open, nQuiet} as they stand below each other; c is null for a row that stands for quiet concepts. */
+function rowsOf(view) {
+  const { pack, digest } = view, rows = [], inside = new Set();
+  for (const c of digest.concepts.keys()) for (const a of pack.path(c)) inside.add(a); // first parents: each concept is placed once
+  const first = (c) => digest.concepts.get(c)?.first ?? Infinity;
+  const list = (parent, children, depth) => {
+    const shown = children.filter((c) => inside.has(c)).sort((a, b) => first(a) - first(b) || a - b), others = children.filter((c) => !inside.has(c));
+    const add = (c) => {
+      const open = pack.children[c].length > 0 && (toggled.get(c) ?? inside.has(c));
+      rows.push({ c, parent, depth, open, leaf: !pack.children[c].length, nQuiet: 0 });
+      if (open) list(c, pack.children[c], depth + 1);
+    };
+    shown.forEach(add);
+    if (!others.length) return;
+    if (quiet.has(parent)) others.forEach(add);
+    rows.push({ c: null, parent, depth, open: quiet.has(parent), leaf: true, nQuiet: others.length });
+  };
+  list(null, pack.roots, 0);
+  return rows;
+}
+
+function rowNode(app, view, row) {
+  const { pack, digest, choice, at } = view, { c, depth } = row;
+  if (c === null) {
+    return el("div", { role: "treeitem", "aria-level": depth + 1, class: "node quiet", tabindex: "-1" }, el("span", { class: "twist" }, ""),
+      el("span", { class: "dim" }, row.open ? `fold ${plural(row.nQuiet, "quiet concept")}` : `${plural(row.nQuiet, "quiet concept")} …`));
+  }
+  const known = digest.concepts.get(c), mark = digest.marks.get(c), token = at === null ? null : choice.tokens[at], fires = token !== null && at <= view.upto && token.fired.includes(c);
+  const told = fires ? token.top.find(([other]) => other === c)?.[2] ?? null : null;
+  const kinds = ["node", fires ? `fires t${tint(told)}` : known ? "fired" : "quiet", mark ? `h${hueOf(mark)}` : "", view.concept === c ? "chosen" : ""];
+  const when = known ? `${quoted(choice.tokens[known.first])} ${choice.tokens[known.first].position}` : "";
+  return el("div", {
+    role: "treeitem", "aria-level": depth + 1, "aria-expanded": row.leaf ? undefined : String(row.open), "aria-selected": String(view.concept === c), class: kinds.join(" ").trim(), tabindex: "-1",
+    "aria-label": `${nameOf(pack, c)}${fires ? ", fires at this token" : ""}${known ? `, fired at ${plural(known.n, "token")}, first ${when}` : ", quiet"}`,
+  },
+  el("span", { class: "twist", "aria-hidden": "true" }, row.leaf ? "" : row.open ? "▾" : "▸"), el("span", { class: "dot", "aria-hidden": "true" }, fires ? "●" : known ? "○" : "·"),
+  el("bdi", { class: "name" }, nameOf(pack, c)), mark ? badge(mark) : "",
+  el("span", { class: "when" }, known ? `${when} · ${known.n}×${told !== null ? ` · ${signed(told)}` : ""}` : ""));
+}
+
+export function drawTree(app, view) {
+  const box = $("tree");
+  $("tree-panel").classList.toggle("empty", view === null);
+  if (view === null) { box.replaceChildren(); box.key = null; return; }
+  const rows = rowsOf(view);
+  const key = JSON.stringify([rows, view.at === null ? null : view.choice.tokens[view.at].fired, view.at, view.concept, [...view.digest.concepts.values()].map(({ n }) => n), view.digest.marks.size]);
+  if (box.choice === view.choice && box.key === key) return;
+  const focused = box.contains(document.activeElement) ? document.activeElement.row : null, same = (row) => focused && row.c === focused.c && row.parent === focused.parent;
+  const nodes = rows.map((row) => {
+    const node = rowNode(app, view, row);
+    node.row = row;
+    node.style.setProperty("--depth", String(row.depth));
+    return node;
+  });
+  box.replaceChildren(...nodes);
+  const stop = nodes.find((node) => same(node.row)) ?? nodes[0];
+  if (stop) { stop.tabIndex = 0; if (focused) stop.focus(); }
+  box.choice = view.choice;
+  box.key = key;
+}
+
+function toggle(app, { c, parent, open, leaf }, to = !open) {
+  if (c === null) { if (quiet.has(parent)) quiet.delete(parent); else quiet.add(parent); } else if (!leaf) toggled.set(c, to);
+  app.draw();
+}
+
+/** Let pointer and keys walk the tree, as trees are walked everywhere. */
+export function walkTree(app) {
+  const box = $("tree");
+  box.addEventListener("click", (event) => {
+    const node = event.target.closest(".node");
+    if (!node) return;
+    if (node.row.c === null || event.target.closest(".twist")) toggle(app, node.row); else app.choose(node.row.c);
+  });
+  box.addEventListener("keydown", (event) => {
+    const node = event.target.closest(".node");
+    if (!node) return;
+    const all = [...box.children], i = all.indexOf(node), { row } = node, go = (to) => { if (to) { node.tabIndex = -1; to.tabIndex = 0; to.focus(); } };
+    if (event.key === "ArrowDown") go(all[i + 1]);
+    else if (event.key === "ArrowUp") go(all[i - 1]);
+    else if (event.key === "Home") go(all[0]);
+    else if (event.key === "End") go(all.at(-1));
+    else if (event.key === "ArrowRight") { if (row.leaf || row.open) go(all[i + 1]); else toggle(app, row, true); }
+    else if (event.key === "ArrowLeft") { if (!row.leaf && row.open) toggle(app, row, false); else go(all.slice(0, i).reverse().find((other) => other.row.depth < row.depth)); }
+    else if (event.key === "Enter" || event.key === " ") { if (row.c === null) toggle(app, row); else app.choose(row.c); }
+    else return;
+    event.preventDefault();
+  });
+}

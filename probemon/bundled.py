@@ -106,7 +106,7 @@ def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
         if importlib.util.find_spec(needed) is None:
             raise MissingExtra(f"the demo model needs {needed} for its conversion: pip install 'probemon[demo]'")
     with gguf_file(say) as source:
-        say(f"converting {source.name} to safetensors in {folder} (once, about 30 seconds)")
+        say(f"converting {source.name} to safetensors in {folder} (once)")
         with _quiet():
             return _convert(source, folder)
 

@@ -5,6 +5,7 @@ probemon inspect probes/wordnet-smollm2-135m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,24 @@ if TYPE_CHECKING:
 
 # What is shown of a pack's quality; `--json` has all of it.
 _PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median")
-_OVERALL = (
-    "n_test",
-    "firing_recall_exact",
-    "share_evaluated_exact",
-    "false_positive_rate",
-    "precision_at_threshold",
-    "recall_at_threshold",
-)
+_OVERALL = {
+    "AUROC": {
+        "auroc_median": "median",
+        "auroc_p10": "tenth percentile",
+        "auroc_siblings_median": "median beside siblings",
+        "auroc_examples_median": "median in examples",
+        "n_test": "states tested",
+    },
+    "at the alert thresholds": {
+        "precision_at_threshold": "precision",
+        "recall_at_threshold": "recall",
+        "false_positive_rate": "false-positive rate",
+    },
+    "exact descent": {
+        "firing_recall_exact": "share of what fires that it finds",
+        "share_evaluated_exact": "share of the probes that it evaluates",
+    },
+}
 _MEANS = {
     "auroc_siblings_median": "siblings: beside words of the concepts with the same parent",
     "auroc_examples_median": "examples: in sentences that show how a word is used",
@@ -46,6 +57,15 @@ def inspect(pack: Pack, as_json: AsJson = False) -> None:
 
 def _calibrations(pack: ProbePack) -> list[dict[str, Any]]:
     return (pack.manifest.get("provenance") or {}).get("calibrations") or []
+
+
+def _of(stated: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Return what is stated under some names, each in words."""
+    return [
+        f"{words} {stated[name]:.3g}" if isinstance(stated[name], float) else f"{words} {stated[name]}"
+        for name, words in names.items()
+        if isinstance(stated.get(name), (int, float))
+    ]
 
 
 def _as_dict(pack: ProbePack) -> dict[str, Any]:
@@ -88,18 +108,13 @@ def _show(pack: ProbePack) -> None:
     )
     _show_levels(pack)
     stated = manifest.get("quality") or {}
-    overall = {name: stated.get(name) for name in (*_PER_LEVEL, *_OVERALL)}
-    figures = [
-        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in overall.items()
-        if isinstance(value, (int, float))
-    ]
+    figures = [f"{about}: {', '.join(values)}" for about, names in _OVERALL.items() if (values := _of(stated, names))]
     trained = stated.get("concepts")  # of packs that probemon train made
     found = trained.values() if isinstance(trained, dict) else ()
     areas = [one["auroc"] for one in found if isinstance(one, dict) and is_number(one.get("auroc"))]
     if areas and not figures:
         figures = [f"AUROC of {len(areas)} concepts on test texts: median {median(areas):.3f}, least {min(areas):.3f}"]
-    say(f"quality: {', '.join(figures) or 'not stated'}")
+    say(f"quality: {'; '.join(figures) or 'not stated'}")
     if pack.alert_sets:
         others = f"; beside it {', '.join(pack.alert_sets[1:])}" if pack.alert_sets[1:] else ""
         say(f"alert thresholds: {pack.alert_sets[0]}, which it recommends{others}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from probemon.core.harmless_text import harmless
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+_BLANKS = re.compile(r" +(?=\n)")
 
 
 def say(*lines: object, error: bool = False) -> None:
@@ -110,6 +113,18 @@ def border() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+class _WithoutTrailingBlanks(Bordered):
+    """A file or pipe, into which rich's tables go without the blanks that fill their last column.
+
+    What rich writes is harmless already; its colours, where they are forced, stay.
+    """
+
+    def write(self, text: str) -> int:
+        """As of any stream."""
+        self.unbordered.write(_BLANKS.sub("", text))
+        return len(text)
+
+
 def terminal(*, error: bool = False, **options: Any) -> Console:
     """Return a rich console at the border: text is never markup, and is harmless in tables, titles and `Text` too.
 
@@ -130,9 +145,10 @@ def terminal(*, error: bool = False, **options: Any) -> Console:
                 yield segment
 
     stream: Any = sys.stderr if error else sys.stdout
+    unbordered: TextIO = getattr(stream, "unbordered", stream)
     return Terminal(
         **{
-            "file": getattr(stream, "unbordered", stream),
+            "file": unbordered if unbordered.isatty() else _WithoutTrailingBlanks(unbordered),
             "markup": False,
             "emoji": False,
             "highlight": False,

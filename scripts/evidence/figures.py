@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -454,8 +455,9 @@ def main() -> None:
     if path is None or path.name not in TABLES:
         parser.error(f"no table is made from {path}; there are some of {', '.join(sorted(TABLES))}")
     found = json.loads(path.read_text(encoding="utf-8"))
-    for table in TABLES[path.name]:
-        print("\n".join(table(found)), end="\n\n")
+    with suppress(BrokenPipeError):  # a reader such as `head` that has seen enough
+        for table in TABLES[path.name]:
+            print("\n".join(table(found)), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,7 @@ def test_a_large_pack_is_shown_as_deep_as_its_lines_allow_and_a_terminal_is_not_
     code, out, _ = run(monkeypatch, capsys, PACK)
     shown = rows(out)[:-1]
     assert code == 0 and len(pack.tree.roots) < len(shown) <= 100
+    assert not [line for line in out.splitlines() if line.endswith(" ")]
     level = {pack.tree.level[probe] for probe in range(pack.n_probes) if pack.concepts[probe]["name"] == shown[-1][0]}
     assert level <= {0, 1} and all(row.count("for") < 9 for row in shown)
     whole = json.loads(run(monkeypatch, capsys, PACK, "--json")[1])["concepts"]

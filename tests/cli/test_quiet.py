@@ -37,9 +37,7 @@ def run(place, line):
 def test_commands_say_nothing_of_other_libraries(place):
     model = Path("cache/probemon/smollm2-135m-instruct")
     said = run(place, "watch demo --plain --max-new-tokens 2")
-    assert said == (
-        f"converting SmolLM2-135M-Instruct.Q4_1.gguf to safetensors in {place / model} (once, about 30 seconds)\n"
-    )
+    assert said == (f"converting SmolLM2-135M-Instruct.Q4_1.gguf to safetensors in {place / model} (once)\n")
     assert run(place, "analyze demo demo ordinary.jsonl --out scores") == ""
     assert run(place, "report scores") == ""
     assert run(place, "calibrate demo --benign ordinary.jsonl --fpr 0.1 --watch animal --out mine") == ""

@@ -22,7 +22,9 @@ from torch import Tensor
 from probemon.core.checks import check_number
 from probemon.errors import ConfigError, PackCorrupt, PackError
 
-SITE = re.compile(r"(resid_post|attn_out|mlp_out)\.(0|[1-9][0-9]{0,3})")
+# Of a recurrent layer: its state after a token, and the step that it took there. The others are as wide as the host.
+RECURRENT = ("ssm_state", "delta")
+SITE = re.compile(r"(resid_post|attn_out|mlp_out|ssm_state|delta)\.(0|[1-9][0-9]{0,3})")
 
 
 def parse_site(site: str) -> tuple[str, int]:
@@ -30,10 +32,15 @@ def parse_site(site: str) -> tuple[str, int]:
     match = SITE.fullmatch(site) if isinstance(site, str) else None
     if match is None:
         raise ConfigError(
-            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of"
-            " the host (0 to 9999)"
+            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N, mlp_out.N, ssm_state.N or delta.N,"
+            " N a 0-based layer of the host (0 to 9999)"
         )
     return match.group(1), int(match.group(2))
+
+
+def is_recurrent(site: str) -> bool:
+    """Whether a site is of a recurrent layer: `ssm_state.N` or `delta.N`. Raises `ConfigError`."""
+    return parse_site(site)[0] in RECURRENT
 
 
 NORMS = ("none", "layernorm", "rmsnorm")

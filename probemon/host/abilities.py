@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from probemon.core.probes import parse_site
+from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host.internals import is_stateful
 from probemon.host.model import find_layers, hidden_size, site_module, unwrap
@@ -58,7 +58,7 @@ class Abilities:
     def check_streams(self, sites: Sequence[Any]) -> None:
         """Raise `NotSupportedHost` where such layers are known not to give a token one state of the hidden size."""
         trials = _trials_of(self._model)
-        names = [site for site in sites if isinstance(site, str)]
+        names = [site for site in sites if isinstance(site, str) and not is_recurrent(site)]
         if trials is None or not names:
             return
         _, layers = find_layers(self._model)

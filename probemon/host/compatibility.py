@@ -8,9 +8,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from probemon.core.probes import is_recurrent
 from probemon.errors import HostMismatch
 from probemon.host.fingerprint import fingerprint
-from probemon.host.model import find_layers, hidden_size, host_state
+from probemon.host.model import find_layers, host_state
+from probemon.host.recurrent.state_sites import site_width
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
 
@@ -33,13 +35,15 @@ def check_host(pack: AnyPack, model: Any, *, strict: bool) -> None:
 def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
     _, layers = find_layers(model)
     stated = pack.manifest["host"]
-    size, expected = hidden_size(model), pack.architecture.hidden_size
-    name = type(model).__name__
-    if size != expected:
-        raise HostMismatch(
-            f"{pack.name} reads hidden states of {expected} values, {name} has {size}: the pack is for"
-            f" {stated.get('model_id')}"
-        )
+    expected, name = pack.architecture.hidden_size, type(model).__name__
+    for site in pack.sites:
+        size = site_width(model, site)
+        if size != expected:
+            what = "hidden states" if not is_recurrent(site) else site
+            raise HostMismatch(
+                f"{pack.name} reads {what} of {expected} values, {name} has {size}: the pack is for"
+                f" {stated.get('model_id')}"
+            )
     if stated.get("n_layers") not in (None, len(layers)):
         raise HostMismatch(
             f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: the pack is for"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from probemon.host.adapters import KNOWN, OWN_NAME, own_of
 from probemon.host.internals import is_wrapping_tensor, uncompiled, without_wrappers, wrapped_by_adapter
-from probemon.host.model import text_config
+from probemon.host.model import text_config, weights_in_memory
 
 _SAMPLES = 16
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
@@ -59,7 +58,7 @@ def weights_fingerprint(model: Any) -> str:
     for prefix, module in model.named_modules():
         if module in adapters:
             continue
-        with _in_memory(module):
+        with weights_in_memory(module):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 digest.update(without_wrappers(f"{prefix}.{name}").encode())
                 digest.update(_bytes(tensor))
@@ -71,7 +70,7 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
     for prefix, module in decoder.named_modules():
         if module in adapters:
             continue
-        with _in_memory(module):
+        with weights_in_memory(module):
             for name, parameter in module.named_parameters(recurse=False):
                 flat = _flat(parameter)
                 sample = (
@@ -100,15 +99,6 @@ def _flat(tensor: Tensor) -> Tensor:
     if is_wrapping_tensor(whole):  # a quantised or sharded tensor of a class of its own has few operations
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()
     return whole.reshape(-1)
-
-
-def _in_memory(module: nn.Module) -> Any:
-    """For the time of the block, parameters that accelerate keeps elsewhere are here."""
-    if not any(p.device.type == "meta" for p in module.parameters(recurse=False)):
-        return nullcontext()
-    from accelerate.utils import align_module_device
-
-    return align_module_device(module, execution_device="cpu")
 
 
 def config_fingerprint(model: Any) -> str:
@@ -162,7 +152,7 @@ def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
     inside |= {part for module in model.modules() if module in KNOWN for part in module.modules()}
     around = [(name, module) for name, module in model.named_modules() if module not in inside]
     for prefix, module in [*host.named_modules(), *around]:
-        with _in_memory(module):
+        with weights_in_memory(module):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 if module not in inside or module in adapters:
                     yield f"{prefix}.{name}", _bytes(tensor)

@@ -7,6 +7,7 @@ host_state(model)                      # what changes scores without changing th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -194,6 +195,15 @@ def host_state(model: Any) -> HostState:
         ),
         n_ranks=tensor_parallel_size(model),
     )
+
+
+def weights_in_memory(module: nn.Module) -> Any:
+    """For the time of the block, a module's own parameters that accelerate keeps elsewhere are here."""
+    if not any(p.device.type == "meta" for p in module.parameters(recurse=False)):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module, execution_device="cpu")
 
 
 def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:

@@ -13,57 +13,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from probemon.core.probes import is_recurrent
 from probemon.errors import NotSupportedHost
 from probemon.host.compiled import Buffers
 from probemon.host.model import find_layers, site_module
+from probemon.host.recurrent.state_sites import recurrent_site
+from probemon.host.site import Site
 
 Callback = Callable[[str, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place that is none of the host's layers: `read` makes a tensor of the output of `module`, `[B, T, K]`.
-
-    `flat`: `[1, B * T, K]`, of a module that is given its tokens without rows. `early`: it runs just before the forward
-    that its output is of. `width`: K, without which a compiled host leaves its graph here.
-    """
-
-    name: str
-    module: nn.Module
-    read: Callable[[Any], Tensor]
-    width: int | None = None
-    flat: bool = False
-    early: bool = False
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class Tap:
     """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based).
 
     `attn_out.N` and `mlp_out.N`: what its attention and its feed-forward block give, before it is added to the stream.
+    `ssm_state.N` and `delta.N` of recurrent layers: see `probemon.host.recurrent.state_sites`.
     """
 
     def __init__(self, model: Any, sites: Sequence[str | Site], callback: Callback) -> None:
         _, layers = find_layers(model)
-        self._targets: list[tuple[str, nn.Module]] = []
-        self.own = {site.name: site for site in sites if isinstance(site, Site)}
-        for site in sites:
-            self._targets.append((str(site), site.module if isinstance(site, Site) else _of_one_layer(layers, site)))
+        places = [
+            recurrent_site(model, site) if isinstance(site, str) and is_recurrent(site) else site for site in sites
+        ]
+        self.own = {place.name: place for place in places if isinstance(place, Site)}
+        self._targets: list[tuple[str, nn.Module]] = [
+            (str(place), place.module if isinstance(place, Site) else _of_one_layer(layers, place)) for place in places
+        ]
         self._callback = callback
         self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
         self._stack = ExitStack()
 
     def __enter__(self) -> Tap:
         with ExitStack() as stack:
+            for place in self.own.values():
+                if place.attach is not None:
+                    place.attach(stack)
             for site, module in self._targets:
                 stack.callback(module.register_forward_hook(self._hook(site)).remove)
             self._stack = stack.pop_all()

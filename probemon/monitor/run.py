@@ -30,7 +30,7 @@ from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
-from probemon.host.tap import Site
+from probemon.host.site import Site
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.publisher import Listener, Publisher

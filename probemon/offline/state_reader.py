@@ -29,11 +29,11 @@ from probemon.host.model import (
     compiled_parts,
     drops_at_random,
     find_layers,
-    hidden_size,
     is_encoder_decoder,
     longest_input,
     unwrap,
 )
+from probemon.host.recurrent.state_sites import site_width
 from probemon.host.tap import Tap, check_states, ran_again
 from probemon.offline.documents import Document
 from probemon.offline.windows import Piece, Reading, Shard, Tokens, batches, cut, encode
@@ -93,7 +93,7 @@ class StateReader:
         self._runs = model if wrapped else find_layers(host)[0]
         self._may_stop = may_be_left(host) and not wrapped  # PEFT's wrapper would leave its hooks on
         self._rehearses = rehearsal(host)
-        self._width = hidden_size(host)
+        self.widths = {site: site_width(host, site) for site in self.sites}
         self._known = False  # that a forward shows each site once
         self._open = _OwnForward()
         self._stop = False
@@ -195,7 +195,7 @@ class StateReader:
                     raise AlignmentError(
                         ran_again(site) if hidden else f"a forward of the host ended without reaching {site}"
                     )
-                check_states(site, hidden[0], ids.shape, self._width)
+                check_states(site, hidden[0], ids.shape, self.widths[site])
             self._known = True
             return {
                 site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device))

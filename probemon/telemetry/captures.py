@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from probemon.host.tap import Site
+from probemon.host.site import Site
 from probemon.telemetry.decisions import Singles
 
 
@@ -24,7 +25,7 @@ def timed(site: Site, reading: Any) -> Site:
         reading.seconds = getattr(reading, "seconds", 0.0) + time.perf_counter() - begin
         return state
 
-    return Site(site.name, site.module, read, site.width, site.flat, site.early)
+    return replace(site, read=read)
 
 
 def to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], dict[str, Singles]]:

@@ -24,7 +24,7 @@ from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import xlora_of
 from probemon.host.internals import xlora_classifier
 from probemon.host.model import find_layers
-from probemon.host.tap import Site
+from probemon.host.site import Site
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
 from probemon.telemetry.slot_memories import slot_memories
 

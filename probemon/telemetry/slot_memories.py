@@ -15,7 +15,7 @@ from torch import Tensor
 
 from probemon.errors import NotSupportedHost
 from probemon.host.model import find_layers
-from probemon.host.tap import Site
+from probemon.host.site import Site
 from probemon.telemetry.decisions import SLOTS, Decisions, Singles, Stream
 
 

@@ -30,7 +30,8 @@ from probemon.host.adapters import rehearsal
 from probemon.host.compiled import Bracket
 from probemon.host.internals import forget_hook_free_graphs
 from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size
-from probemon.host.tap import Site, Tap, check_states, ran_again
+from probemon.host.site import Site
+from probemon.host.tap import Tap, check_states, ran_again
 from probemon.tracking.align import Forward, PlacedTokens
 from probemon.tracking.continuous_batching import ContinuousBatches
 from probemon.tracking.forward_call import read_forward

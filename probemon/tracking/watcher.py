@@ -32,7 +32,7 @@ from probemon.host.internals import shadow_prepared_inputs, shadow_stopping_crit
 from probemon.host.model import is_encoder_decoder
 from probemon.host.ranks import Ranks
 from probemon.host.shadow import shadow
-from probemon.host.tap import Site
+from probemon.host.site import Site
 from probemon.tracking.align import SequenceColumns
 from probemon.tracking.beams import Beams
 from probemon.tracking.decoder_hooks import DecoderHooks, ScoreTokens

@@ -15,9 +15,9 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from probemon.errors import NotSupportedDecoding
+from probemon.host.recurrent.scan import scan_chunked, scan_loop, scan_parallel
 from probemon.models.ltm import memory_of
 from probemon.telemetry.recurrent import StateMonitor
-from probemon.telemetry.recurrent.scan import scan_chunked, scan_loop, scan_parallel
 from recipe_rows.hosts import (
     GREEDY,
     IDS,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import host_recipes
-from probemon.telemetry.recurrent import monitor, scan
+from probemon.host.recurrent import scan
+from probemon.telemetry.recurrent import monitor
 from recipe_rows import RECIPES, inference, training, weights
 from recipe_rows.rows import Found, Refused, judge, refusal, run
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probemon.errors import ConfigError
-from probemon.telemetry.recurrent.scan import (
+from probemon.host.recurrent.scan import (
     effective_length,
     effective_rank,
     half_life,

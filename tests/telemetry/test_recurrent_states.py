@@ -10,50 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import PAD, n_hooks
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.telemetry.recurrent import StateMonitor
-
-SSM = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": PAD, "bos_token_id": 1,
-         "eos_token_id": None}  # fmt: skip
-HYBRID = {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-HOSTS = {
-    "mamba": {"state_size": 5, "intermediate_size": 32, "time_step_rank": 3},
-    "falcon_mamba": {"state_size": 5, "intermediate_size": 32, "time_step_rank": 3},
-    "mamba2": {"state_size": 6, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
-    "falcon_h1": {**HYBRID, **SSM, "mamba_d_ssm": 32, "mamba_chunk_size": 4, "ssm_in_multiplier": 0.9,
-                  "ssm_multipliers": [1.1, 0.9, 1.2, 0.8, 1.3]},
-    "bamba": {**HYBRID, **SSM, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
-    "jamba": {**HYBRID, "mamba_d_state": 5, "mamba_dt_rank": 3, "attn_layer_period": 2, "attn_layer_offset": 1,
-              "num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False},
-}  # fmt: skip
-BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
-GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": PAD}
-
-
-def make_host(kind):
-    torch.manual_seed(0)
-    host = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **HOSTS[kind]})).eval()
-    with torch.no_grad():
-        for name, weight in host.named_parameters():
-            if weight.dim() > 1 and "A_log" not in name:
-                weight.normal_(0, 0.3)
-    return host
+from recurrent_hosts import BATCH, GREEDY, HOSTS, HYBRID, SIZES, cache_in, cache_of, make_host
 
 
 @pytest.fixture(scope="module", params=HOSTS)
 def host(request):
     return make_host(request.param)
-
-
-def cache_of(host):
-    """What the host's forwards are given as their cache, newest last."""
-    given = []
-
-    def keep(module, args, kwargs):
-        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
-        if cache is not None:
-            given.append(cache)
-
-    return given, host.base_model.register_forward_pre_hook(keep, with_kwargs=True)
 
 
 def largest_difference(states, cache, row):
@@ -94,8 +56,7 @@ def test_states_of_beams_are_those_of_a_forward_of_what_was_returned(host):
         placed, of = told[row]
         assert placed.ids.tolist() == ids[:-1]
         with torch.no_grad():
-            cache = host(torch.tensor([ids[:-1]]), use_cache=True)
-        cache = getattr(cache, "cache_params", None) or cache.past_key_values
+            cache = cache_in(host(torch.tensor([ids[:-1]]), use_cache=True))
         for names, of_stack in of.items():
             states = dict(zip(names.split(), of_stack.state, strict=True))
             assert largest_difference(states, cache, 0) < 1e-5

@@ -29,9 +29,9 @@ from probemon.core.hierarchy import Ints
 from probemon.core.scores import Gap
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
+from probemon.host.recurrent.mixers import Stack, Steps, find_stacks
+from probemon.host.recurrent.scan import effective_length, scan_loop, update_share
 from probemon.monitor.failures import Failures
-from probemon.telemetry.recurrent.mixers import Stack, Steps, find_stacks
-from probemon.telemetry.recurrent.scan import effective_length, scan_loop, update_share
 from probemon.telemetry.recurrent.tally import WINDOW, StateTally, Told
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.telemetry.recurrent.scan import effective_rank
+from probemon.host.recurrent.scan import effective_rank
 from probemon.telemetry.sketch import LogSketch
 
 WINDOW = 512  # tokens after which alerts are judged

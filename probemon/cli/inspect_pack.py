@@ -14,6 +14,7 @@ import numpy as np
 from probemon.cli.options import AsJson, Pack
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.core.checks import is_number
+from probemon.core.probes import is_recurrent
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
@@ -80,6 +81,7 @@ def _as_dict(pack: ProbePack) -> dict[str, Any]:
         "dtype": manifest.get("dtype"),
         "weight_bytes": pack.weight_bytes(),
         "score_rule": pack.score_rule,
+        "scope": pack.scope,
         "inputs": manifest["inputs"],
         "counts_per_level": manifest.get("counts_per_level"),
         "recommended": pack.recommended,
@@ -100,11 +102,14 @@ def _show(pack: ProbePack) -> None:
     say(
         f"{pack.name}  {pack.n_probes} probes, {pack.architecture}, {manifest.get('dtype')},"
         f" {pack.weight_bytes() / 1e6:.2f} MB, {pack.score_rule} scores"
+        f"{'' if pack.scope == 'here' else ' of all tokens so far'}"
     )
     n_layers = f"{host['n_layers']} layers, " if host.get("n_layers") is not None else ""
+    size = pack.architecture.hidden_size
+    width = f"{size} values a token" if any(map(is_recurrent, pack.sites)) else f"hidden size {size}"
     say(
-        f"for {host.get('model_id') or 'a host that is not stated'} ({n_layers}hidden size"
-        f" {pack.architecture.hidden_size}), read at {', '.join(pack.sites)}; {manifest['licence']}"
+        f"for {host.get('model_id') or 'a host that is not stated'} ({n_layers}{width}), read at"
+        f" {', '.join(pack.sites)}; {manifest['licence']}"
     )
     _show_levels(pack)
     stated = manifest.get("quality") or {}

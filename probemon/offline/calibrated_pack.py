@@ -102,6 +102,7 @@ def write_calibrated(
         architecture=pack.architecture,
         dtype=pack.dtype,
         score_rule=pack.score_rule,
+        scope=pack.scope,
         inputs=[spec.as_dict() for spec in pack.inputs],
         host=source["host"],
         licence=source["licence"],

@@ -66,6 +66,7 @@ def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
         "architecture": pack.architecture,
         "dtype": pack.dtype,
         "score_rule": pack.score_rule,
+        "scope": pack.scope,
         "inputs": [spec.as_dict() for spec in pack.inputs],
         "host": pack.manifest["host"],
         "licence": pack.manifest["licence"],

@@ -130,9 +130,9 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
         if changes:
             changed[before["id"]] = changes
     about = {}
-    for key in ("score_rule", "dtype", "licence", "host", "recommended", "alert_set"):
-        # A pack can be open with another of its sets in force than its manifest recommends.
-        said = [pack.alert_set if key == "alert_set" else pack.manifest.get(key) for pack in (a, b)]
+    for key in ("score_rule", "scope", "dtype", "licence", "host", "recommended", "alert_set"):
+        # A pack can be open with another of its sets in force than its manifest recommends, and need not say its scope.
+        said = [getattr(pack, key) if key in ("alert_set", "scope") else pack.manifest.get(key) for pack in (a, b)]
         if said[0] != said[1]:
             about[key] = said
     return PackDiff(

@@ -63,7 +63,7 @@ def merge(
     of the whole begins with and opens what a descent of each alone does: room adds up, `max_rounds` is the largest, and
     where packs descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all
     packs have stay where all descend by one rule with them; the one in force is called "merged" where the packs' are
-    called unlike. Raises `PackError` where dtypes, score rules, hosts or ids
+    called unlike. Raises `PackError` where dtypes, score rules, scopes, hosts or ids
     clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
     """
     check_target(path, overwrite)
@@ -74,7 +74,7 @@ def merge(
     if not named:
         raise PackError("there is nothing to merge: give two packs or more")
     members = [check_pack(pack) for _, pack in named]
-    for what in ("dtype", "score_rule"):
+    for what in ("dtype", "score_rule", "scope"):
         values = {str(getattr(pack, what)): pack.name for pack in members}
         if len(values) > 1:
             listed = ", ".join(f"{value} ({pack_name})" for value, pack_name in values.items())
@@ -94,6 +94,7 @@ def merge(
         architecture=architecture,
         dtype=members[0].dtype,
         score_rule=members[0].score_rule,
+        scope=members[0].scope,
         inputs=[spec.as_dict() for spec in specs],
         host=_one_host(members),
         licence=" AND ".join(dict.fromkeys(pack.manifest["licence"] for pack in members)),

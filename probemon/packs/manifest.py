@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.sa
 FORMAT = "probemon-pack"
 FORMAT_VERSION = 1
 SCORE_RULES = ("independent", "path")
+# What a score says of a token: that the concept is there, or that it was there or at a token before.
+HERE, SO_FAR = SCOPES = ("here", "so far")
 # What a terminal acts on: control characters, and overrides of the direction of writing, by which a name looks like
 # another. And halves of surrogate pairs, which cannot be written.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -32,6 +34,7 @@ MAX_MANIFEST_BYTES, MAX_CONCEPTS_BYTES = 64 << 20, 256 << 20
 # Lists and objects in the concepts: a microsecond and some sixty bytes each, of two bytes in the file. Packs have some
 # four a concept, and a hundred thousand concepts.
 MAX_BRACKETS = 4_000_000
+_STATES = "ssm_state."
 _KINDS = {"id": str, "name": str, "level": int, "parents": list}
 
 
@@ -81,9 +84,26 @@ def _check_kinds(manifest: dict[str, Any], path: Path) -> None:
         raise PackError(
             f"{path}: score_rule is {manifest['score_rule']!r:.80}, expected one of {', '.join(SCORE_RULES)}"
         )
+    if manifest.get("scope", HERE) not in SCOPES:
+        raise PackError(f"{path}: scope is {manifest['scope']!r:.80}, expected one of {', '.join(SCOPES)}")
     for key in ("recommended", "quality", "provenance"):
         if not isinstance(manifest.get(key) or {}, dict):
             raise PackCorrupt(f"{path}: {key!r} is not an object: fetch the pack again")
+
+
+def check_scope(scope: str, sites: Iterable[str], where: str, error: type[PackError]) -> None:
+    """Raise `error` where probes of a recurrent state are said to tell of one token alone."""
+    state = next((site for site in sites if site.startswith(_STATES)), None)
+    if state is not None and scope != SO_FAR:
+        raise error(
+            f"{where}: scope is {scope!r}, and its probes read {state}, which holds all tokens so far: they are trained"
+            f" on whether a concept was there so far, and scope is {SO_FAR!r}"
+        )
+
+
+def scope_of(sites: Iterable[str]) -> str:
+    """Return the scope of probes of these sites that do not say it."""
+    return SO_FAR if any(site.startswith(_STATES) for site in sites) else HERE
 
 
 def _check_files(files: dict[str, Any], path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from probemon.core.checks import check_bool, check_count, check_path, is_number
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits
+from probemon.core.probes import RECURRENT, Architecture, InputSpec, input_dtype, input_limits
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
@@ -33,12 +33,14 @@ from probemon.packs.held_tensors import HeldTensors
 from probemon.packs.manifest import (
     CARD,
     CONCEPTS,
+    HERE,
     MANIFEST,
     MAX_CONCEPTS_BYTES,
     MAX_MANIFEST_BYTES,
     PROBES,
     check_numbering,
     check_recommended,
+    check_scope,
     parse_concepts,
     parse_manifest,
 )
@@ -67,6 +69,7 @@ class OpenedPack:
 
     - `manifest`: dict; `concepts`: a dict for each probe; `card`: bytes, or None where there is none
     - `tree`: ConceptTree
+    - `scope`: what a score says: "here", the concept is at the token, or "so far", at it or at one before
     - `weights`: stacked tensors by parameter, read when first asked for: into memory, or mapped where they are many
     - `inputs`: list of InputSpec; `input_index [P]` int64: which of them each probe reads
     - `alert_threshold`, `expand_threshold` `[P]` fp32, NaN where not calibrated
@@ -94,6 +97,7 @@ class OpenedPack:
         self.card = card
         self.name: str = manifest["name"]
         self.score_rule: str = manifest["score_rule"]
+        self.scope: str = manifest.get("scope", HERE)
         self.inputs = [InputSpec(**spec) for spec in manifest["inputs"]]
         self.recommended: dict[str, Any] = manifest.get("recommended") or {}
         self._tensors, self._weights = tensors, dict[str, Tensor]()
@@ -168,8 +172,10 @@ class OpenedPack:
                     f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack"
                     " again"
                 )
+        check_scope(self.scope, self.sites, f"{self.directory / MANIFEST}", PackCorrupt)
         stated, hidden_size = self.manifest["host"].get("hidden_size"), self.architecture.hidden_size
-        if stated not in (None, hidden_size):
+        # What probes of a recurrent layer read is as wide as that layer has it.
+        if stated not in (None, hidden_size) and not all(site.startswith(RECURRENT) for site in self.sites):
             raise PackCorrupt(f"{where}: w1 reads {hidden_size} values, the manifest says hidden_size {stated}")
 
     # -- opening ---------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ class ProbePack(OpenedPack):
         recommended: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
         quality: Mapping[str, Any] | None = None,
+        scope: str | None = None,
         overwrite: bool = False,
     ) -> ProbePack:
         """Write a pack and open it. Probes are given in any order and numbered here.
@@ -140,6 +141,7 @@ class ProbePack(OpenedPack):
             recommended=recommended,
             provenance=provenance,
             quality=quality,
+            scope=scope,
             overwrite=overwrite,
         )
         with writer:

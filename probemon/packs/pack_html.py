@@ -14,6 +14,7 @@ import numpy as np
 from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.static_html import element, fragment, table
+from probemon.packs.manifest import HERE
 from probemon.packs.opened import OpenedPack
 
 _MOST_LEVELS, _MOST_ROOTS, _MOST_CHILDREN, _MOST_SETS, _MOST_PACKS = 20, 40, 12, 20, 8
@@ -37,7 +38,8 @@ def _parts(pack: OpenedPack) -> Iterator[Element]:
     yield element(
         "p",
         f"{pack.n_probes:,} probes ({pack.architecture}, {str(pack.dtype).removeprefix('torch.')}, rule",
-        f" {pack.score_rule}, {pack.weight_bytes() / 1e6:,.1f} MB) for ",
+        f" {pack.score_rule}{'' if pack.scope == HERE else ', of all tokens so far'},"
+        f" {pack.weight_bytes() / 1e6:,.1f} MB) for ",
         element("bdi", clip(str(host.get("model_id") or "a host that is not stated"), 120)),
         f", at {clip(reads, 200)}",
     )

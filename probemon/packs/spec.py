@@ -23,7 +23,17 @@ from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.probes import Architecture, InputSpec
 from probemon.errors import ConfigError, PackError
 from probemon.packs.claims import SET_NAME
-from probemon.packs.manifest import CONTROL, FORMAT, FORMAT_VERSION, SCORE_RULES, check_recommended
+from probemon.packs.manifest import (
+    CONTROL,
+    FORMAT,
+    FORMAT_VERSION,
+    HERE,
+    SCOPES,
+    SCORE_RULES,
+    check_recommended,
+    check_scope,
+    scope_of,
+)
 from probemon.packs.tensors import (
     AGGREGATED,
     ALERT_SET,
@@ -59,6 +69,7 @@ class PackSpec:
     recommended: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] | None = None
     quality: Mapping[str, Any] | None = None
+    scope: str | None = None
     order: Ints = field(init=False)
     tree: ConceptTree = field(init=False)
     input_specs: list[InputSpec] = field(init=False)
@@ -73,6 +84,10 @@ class PackSpec:
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "input_specs", [InputSpec(**spec) for spec in self.inputs])
+        sites = [spec.site for spec in self.input_specs]
+        if self.scope is None:
+            object.__setattr__(self, "scope", scope_of(sites))
+        check_scope(check_choice("scope", self.scope, SCOPES), sites, self.name, PackError)
 
     @property
     def ids(self) -> list[str]:
@@ -131,6 +146,7 @@ class PackSpec:
             "score_rule": self.score_rule,
             "recommended": dict(self.recommended or {}),
             **({} if self.alert_set is None else {"alert_set": self.alert_set}),
+            **({} if self.scope == HERE else {"scope": self.scope}),
             "architecture": self.architecture.as_dict(),
             "dtype": name_of(self.dtype),
             "counts_per_level": {str(int(level)): int(count) for level, count in zip(levels, counts, strict=True)},

@@ -66,6 +66,8 @@ class PackWriter:
     - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
     - `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`, whose scores are kept
     - `recommended`: settings; `provenance`, `quality`: dicts of JSON
+    - `scope`: "here" where a score says that a concept is at the token, "so far" where it was at it or at one before;
+      by default the second for probes of recurrent states, `ssm_state.N`, and the first for others
     - `overwrite`: whether a pack at `path` is replaced
 
     What is `[P]` is in the order of `concepts`. `card`, `provenance` and `quality` are attributes that may change until

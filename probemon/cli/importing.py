@@ -34,7 +34,7 @@ importing = typer.Typer(
 
 SITES = (
     "resid_post.N, the output of block N, counted from 0; attn_out.N or mlp_out.N, what its attention or feed-forward"
-    " part gives."
+    " part gives; ssm_state.N or delta.N, the state or the step of a recurrent layer."
 )
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="What the other project wrote.")]

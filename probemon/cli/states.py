@@ -27,7 +27,11 @@ def states(
         typer.Option(help="Where the states are written. What lies there of the same texts is gone on with."),
     ],
     sites: Annotated[
-        str, typer.Option(help="Hidden states to write: resid_post.15, or several, as resid_post.8,mlp_out.9.")
+        str,
+        typer.Option(
+            help="States to write: resid_post.15, or several, as resid_post.8,mlp_out.9; of a recurrent layer"
+            " ssm_state.3 or delta.3."
+        ),
     ],
     on: Annotated[
         list[str] | None,
@@ -82,6 +86,7 @@ def states(
             seed=seed,
             progress=bar.update,
         )
+    widths = {site: kind.width for site, kind in found.store.kinds.items()}
     if parquet:
         found.write_parquet(out / TABLE)
     if as_json:
@@ -92,12 +97,12 @@ def states(
                 "concepts": found.concepts,
                 "texts": len(found.store.first),
                 "rows": len(found.document),
-                "width": found.store.width,
+                "widths": widths,
             }
         )
         return
     say(
         f"{out}: states of {len(found.document)} tokens of {len(found.store.first)} texts at"
-        f" {', '.join(found.store.sites)}, {found.store.width} values each, in safetensors"
+        f" {', '.join(f'{site} ({width} values each)' for site, width in widths.items())}, in safetensors"
     )
     say("labels, characters and groups of the tokens in tokens.safetensors, the texts in texts.jsonl")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import is_missing, is_number
-from probemon.core.probes import NORMS, Architecture, parse_site
+from probemon.core.probes import NORMS, Architecture, is_recurrent, parse_site
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
 from probemon.importers.foreign_files import as_path
@@ -313,7 +313,9 @@ def write_stacked(
     check_target(target, overwrite)
     places = list(dict.fromkeys(sites))
     name = name or target.name
-    host: dict[str, Any] = {"model_id": model, "hidden_size": int(weights["w1"].shape[-1]), "n_layers": n_layers}
+    # What a recurrent layer's site gives is not as wide as the host.
+    size = None if any(site and is_recurrent(site) for site in places) else int(weights["w1"].shape[-1])
+    host: dict[str, Any] = {"model_id": model, "hidden_size": size, "n_layers": n_layers}
     if adapters:
         host["adapters"] = list(adapters)
     imported = {

@@ -27,6 +27,7 @@ from probemon.core.extras import import_arrow
 from probemon.core.files import save_tensors, write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import SITE
+from probemon.errors import TrainingError
 from probemon.offline.windows import Reading
 from probemon.training.example_files import Source
 from probemon.training.examples import read_examples
@@ -66,6 +67,27 @@ class Collected:
         """Return the states of a site."""
         return self.store.states(site)
 
+    def known_so_far(self) -> Known:
+        """Return `[R, P]` int8 what is known of each token and all before it in its text: 1 from the first token on at
+        which the concept was there, 0 where it was absent at each so far, -1 where that is unknown.
+
+        The labels of probes of a recurrent state (`ssm_state.N`). Raises `TrainingError` where tokens before a row are
+        in no row.
+        """
+        so_far = np.empty_like(self.known)
+        for document in np.unique(self.document):
+            rows = np.flatnonzero(self.document == document)
+            if (self.position[rows] != np.arange(len(rows))).any():
+                raise TrainingError(
+                    f"of text {document} only some tokens are in rows, so nobody knows what came before: collect all"
+                    " (without a budget, and texts that are no chats)"
+                )
+            known = self.known[rows]
+            was_unknown = np.logical_or.accumulate(known < 0, axis=0)
+            was_there = np.logical_or.accumulate(known > 0, axis=0)
+            so_far[rows] = np.where(was_there, 1, np.where(was_unknown, -1, 0))
+        return so_far
+
     def write_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to one file: a column for each of the above, `label:CONCEPT`, and each site's states as lists.
 
@@ -93,7 +115,7 @@ class Collected:
         for site in self.store.sites:
             states = self.states(site)[numbers].float().numpy()
             flat = arrow.array(states.reshape(-1), type=arrow.float32())
-            columns[site] = arrow.FixedSizeListArray.from_arrays(flat, self.store.width)
+            columns[site] = arrow.FixedSizeListArray.from_arrays(flat, states.shape[1])
         return arrow.table(columns)
 
 
@@ -127,8 +149,7 @@ def collect(
     kept = [np.flatnonzero(text.counts(own)) for text, own in zip(texts, tokens, strict=True)]
     if budget is not None:
         check_count("budget", budget, least=1, remedy="give a number of bytes, or None for all tokens")
-        row_bytes = len(reader.sites) * reader.width * reader.host.dtype.itemsize
-        kept = within_budget(kept, [False] * len(kept), row_bytes=row_bytes, budget=budget, seed=seed)
+        kept = within_budget(kept, [False] * len(kept), row_bytes=reader.row_bytes, budget=budget, seed=seed)
     with held(out):
         store = collect_states(StatePlan(reader, texts, tokens, kept), out, progress=progress)
         place = {id: p for p, id in enumerate(examples.concepts)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from probemon.core.aggregate import Aggregator, named
 from probemon.core.checks import check_choice, check_count, check_share, shown
-from probemon.core.probes import parse_site
+from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import ConfigError
 from probemon.training.examples import ROLES
 from probemon.training.fitting import METHODS
@@ -97,6 +97,11 @@ class TrainingSettings:
             given = [part.strip() for part in self.layers.split(",") if part.strip()]
         sites = [str(one) if "." in str(one) else f"resid_post.{one}" for one in given]
         for site in sites:
+            if is_recurrent(site):
+                raise ConfigError(
+                    f"layers holds {site}: training reads the residual stream. Collect the states (probemon states),"
+                    " train on them yourself, and import the weights"
+                )
             if parse_site(site)[1] >= n_layers:
                 raise ConfigError(f"layers holds {site}: the model's are 0 to {n_layers - 1}")
         if not sites:

@@ -31,17 +31,17 @@ from torch import Tensor
 
 from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
+from probemon.core.probes import is_recurrent
 from probemon.engine.audit import sample
 from probemon.errors import TrainingError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
-from probemon.host.model import hidden_size
 from probemon.offline.documents import Document
 from probemon.offline.state_reader import StateReader, give_back
 from probemon.offline.windows import Reading, Shard, Tokens, shards
 from probemon.training.texts import Text
 
 STATE, BUDGET = "states.json", 4 << 30
-_FORMAT = 3
+_FORMAT = 4
 # Of texts that lie there so many are read again. Their states may differ by a share of their length, by rounding: of
 # any token by the first number, and on average, since rounding goes all ways and steering one, by the second.
 _READ_AGAIN = 8
@@ -52,6 +52,18 @@ _ROUNDING = {
     torch.bfloat16: (0.1, 3e-3),
 }
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+@dataclass(frozen=True)
+class SiteKind:
+    """What a state of a site is: `width` values of a dtype. Those of recurrent layers are fp32 in every host."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
 
 
 class TextReader:
@@ -72,9 +84,17 @@ class TextReader:
         return self.plain.host
 
     @property
-    def width(self) -> int:
-        """How many values a state has."""
-        return hidden_size(self.host)
+    def kinds_of(self) -> dict[str, SiteKind]:
+        """How many values a state has at each site, and in which dtype."""
+        return {
+            site: SiteKind(width, torch.float32 if is_recurrent(site) else self.host.dtype)
+            for site, width in self.plain.widths.items()
+        }
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the states of a token at all sites."""
+        return sum(kind.row_bytes for kind in self.kinds_of.values())
 
     def kinds(self, texts: Sequence[Text]) -> list[tuple[StateReader, list[int]]]:
         """Return a reader, and the texts `[n]` that are for it, by place: plain ones first."""
@@ -130,7 +150,7 @@ class StatePlan:
             "config": config_fingerprint(host),
             "dtype": str(host.dtype).removeprefix("torch."),
             "device": host.device.type,
-            "width": hidden_size(host),
+            "widths": [kind.width for kind in self.reader.kinds_of.values()],
             "sites": list(self.reader.sites),
             "window": [window.n_tokens, window.overlap],
             "rows": self.n_rows,
@@ -174,20 +194,26 @@ def within_budget(
 
 @dataclass(frozen=True)
 class StateStore:
-    """States in a folder: `document`, `position` `[R]` of each row; `first [N]`, the first row of each text."""
+    """States in a folder: `document`, `position` `[R]` of each row; `first [N]`, the first row of each text. `kinds`:
+    of each site, what its states are.
+    """
 
     folder: Path
-    sites: tuple[str, ...]
-    width: int
-    dtype: torch.dtype
+    kinds: Mapping[str, SiteKind]
     document: Ints
     position: Ints
     first: Ints
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites, in order."""
+        return tuple(self.kinds)
+
     def states(self, site: str) -> SiteStates:
         """Return the states of a site."""
-        header = _header(site, len(self.document), self.width, self.dtype)
-        return SiteStates(self.folder / _file(site), len(header), (len(self.document), self.width), self.dtype)
+        kind, n_rows = self.kinds[site], len(self.document)
+        header = _header(site, n_rows, kind)
+        return SiteStates(self.folder / _file(site), len(header), (n_rows, kind.width), kind.dtype)
 
 
 @dataclass(frozen=True)
@@ -239,23 +265,22 @@ def collect_states(
     `progress` is called with the number of tokens that ran. Raises `TrainingError` where the folder holds other files.
     """
     folder = Path(folder)
-    sites, key = plan.reader.sites, plan.key
+    kinds, key = plan.reader.kinds_of, plan.key
     order = [i for _, places in plan.kinds() for i in places]
     document = np.repeat(np.asarray(order, dtype=np.int64), [len(plan.kept[i]) for i in order])
     position = np.concatenate([np.zeros(0, dtype=np.int64), *(plan.kept[i] for i in order)])
-    dtype = plan.reader.host.dtype
     lengths = [len(plan.kept[i]) for i in order]
     first = np.zeros(len(plan.texts), dtype=np.int64)
     first[order] = np.cumsum(lengths) - lengths
-    store = StateStore(folder, sites, key["width"], dtype, document, position, first)
-    rows, done = _begun(folder, key, key["width"] * dtype.itemsize)
+    store = StateStore(folder, kinds, document, position, first)
+    rows, done = _begun(folder, key, kinds)
     if done and not _are_still_so(plan, store, order[:done], rows):
         rows, done = 0, 0
     if done == len(order):
         if progress is not None:
             progress(sum(len(plan.tokens[i]) for i in order))
         return store
-    with _Files(folder, sites, len(document), key["width"], dtype, rows) as files:
+    with _Files(folder, kinds, len(document), rows) as files:
         write_text_atomically(folder / STATE, _stated(key, rows, done))
         skipped = done
         for reader, places in plan.kinds():
@@ -287,10 +312,10 @@ def _are_still_so(plan: StatePlan, store: StateStore, done: Sequence[int], n_row
             i = some[places[read.index]]
             rows = torch.arange(len(plan.kept[i])) + int(store.first[i])
             for site, hidden in states.items():
-                there = replace(store.states(site), shape=(n_rows, store.width))
+                there = replace(store.states(site), shape=(n_rows, store.kinds[site].width))
                 before, now = there[rows].double(), hidden.cpu()[torch.from_numpy(plan.kept[i])].double()
                 moved[site].append((now - before) / before.norm(dim=1, keepdim=True).clamp(min=1e-12))
-    of_token, of_all = _ROUNDING[store.dtype]
+    of_token, of_all = _ROUNDING[plan.reader.host.dtype]  # of recurrent layers, too: what they read is the host's
     return all(
         bool((parts := torch.cat(of_site)).norm(dim=1).le(of_token).all() and parts.mean(dim=0).norm() <= of_all)
         for of_site in moved.values()
@@ -301,14 +326,16 @@ def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[Shard]:
     return shards(Document(i, texts[place].where, texts[place].text) for i, place in enumerate(places))
 
 
-def _begun(folder: Path, key: Mapping[str, Any], row_bytes: int) -> tuple[int, int]:
+def _begun(folder: Path, key: Mapping[str, Any], kinds: Mapping[str, SiteKind]) -> tuple[int, int]:
     """Return how many rows and texts of a key lie in a folder. Raises `TrainingError` for a folder of other things."""
     state = folder / STATE
     if folder.exists() and not state.is_file() and any(folder.iterdir()):
         raise TrainingError(f"{folder} holds other files than states: choose another folder for them")
     try:
         stated = json.loads(state.read_text(encoding="utf-8"))
-        whole = all((folder / _file(site)).stat().st_size >= stated["rows"] * row_bytes for site in key["sites"])
+        whole = all(
+            (folder / _file(site)).stat().st_size >= stated["rows"] * kind.row_bytes for site, kind in kinds.items()
+        )
         if stated["key"] == key and whole:
             return int(stated["rows"]), int(stated["texts"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -324,9 +351,9 @@ def _file(site: str) -> str:
     return f"{site}.safetensors"
 
 
-def _header(site: str, rows: int, width: int, dtype: torch.dtype) -> bytes:
-    """The beginning of a safetensors file with the one tensor `states`, of as many bytes whatever the site."""
-    shape = {"dtype": _CODES[dtype], "shape": [rows, width], "data_offsets": [0, rows * width * dtype.itemsize]}
+def _header(site: str, rows: int, kind: SiteKind) -> bytes:
+    """The beginning of a safetensors file with the one tensor `states`."""
+    shape = {"dtype": _CODES[kind.dtype], "shape": [rows, kind.width], "data_offsets": [0, rows * kind.row_bytes]}
     text = json.dumps({"__metadata__": {"site": site}, "states": shape}).encode()
     text += b" " * (-len(text) % 64)
     return struct.pack("<Q", len(text)) + text
@@ -335,17 +362,15 @@ def _header(site: str, rows: int, width: int, dtype: torch.dtype) -> bytes:
 class _Files:
     """The files of a folder, one a site, written from row `rows` on."""
 
-    def __init__(
-        self, folder: Path, sites: Sequence[str], n_rows: int, width: int, dtype: torch.dtype, rows: int
-    ) -> None:
+    def __init__(self, folder: Path, kinds: Mapping[str, SiteKind], n_rows: int, rows: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._open: dict[str, BinaryIO] = {}
-        for site in sites:
+        for site, kind in kinds.items():
             stream = (folder / _file(site)).open("r+b" if (folder / _file(site)).exists() else "w+b")
-            header = _header(site, n_rows, width, dtype)
+            header = _header(site, n_rows, kind)
             stream.write(header)
             # What was written after the last shard that is whole is written again.
-            stream.truncate(len(header) + rows * width * dtype.itemsize)
+            stream.truncate(len(header) + rows * kind.row_bytes)
             stream.seek(0, os.SEEK_END)
             self._open[site] = stream
 

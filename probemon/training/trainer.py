@@ -176,7 +176,7 @@ class _Job:
 
     def states(self, data: Dataset) -> StateStore:
         """Read the states of the tokens of which something is known, or take those that lie there."""
-        row_bytes = len(self.sites) * hidden_size(self.host) * self.host.dtype.itemsize
+        row_bytes = self.reader.row_bytes
         kept = within_budget(
             data.wanted, data.whole.tolist(), row_bytes=row_bytes, budget=self.settings.budget, seed=self.settings.seed
         )

@@ -99,6 +99,6 @@ def test_parquet_holds_the_same(collected, tmp_path):
 def test_a_manager_collects_what_its_probes_read(model, pack, texts, tmp_path):
     found = DynamicProbeManager(pack).collect(model, make_tokenizer(), texts, tmp_path / "s", budget=4000)
     assert found.store.sites == tuple(pack.sites)
-    assert 0.5 < len(found.document) * found.store.width * 4 / 4000 < 1.6
+    assert 0.5 < len(found.document) * found.store.kinds[SITE].row_bytes / 4000 < 1.6
     with pytest.raises(TrainingError, match="there is no example"):
         DynamicProbeManager(pack).collect(model, make_tokenizer(), [], tmp_path / "t")

@@ -3,7 +3,7 @@
 
     python scripts/ltm_recall.py --check --json out.json       # the shipped weights, within a minute
     python scripts/ltm_recall.py --train                       # makes them anew, and those of the window-only twin
-    python scripts/ltm_recall.py --study                       # docs/benchmarks/ltm_recall.json; goes on where it ended
+    python scripts/ltm_recall.py --study --json study.json     # beside other models of its size (evidence/recall_study.py)
 
 The task: four pairs of a key and a value, filler, then four times "? key", to which the value is the answer. Keys and
 values are of 16 each and drawn by themselves, so that without the pairs nothing beats 1 in 16. All data are random.
@@ -31,7 +31,6 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
-from transformers import MambaConfig, MambaForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from probemon.core.files import write_text_atomically  # noqa: E402
@@ -41,9 +40,7 @@ from provenance import about  # noqa: E402
 
 MEASURES = ("scripts/ltm_recall.py", "probemon/models/ltm")
 TWIN = ROOT / "scripts" / "ltm_window_only"
-RESULTS = ROOT / "docs" / "benchmarks" / "ltm_recall.json"
 N_PAIRS, ASK, KEYS, VALUES, FILLER, VOCABULARY = 4, 1, 2, 18, 34, 50
-GAPS = (24, 48, 96, 192, 384)
 WARM_UP, CURRICULUM, MOST_STEPS, EVERY = 80, 400, 2_000, 25
 BARS = {"recall": 0.99, "chance": 0.12}
 
@@ -100,51 +97,39 @@ def recall(model: Any, gap: int, n_queries: int = 1024, seed: int = 10_000) -> d
     return outcome
 
 
-# -- models --------------------------------------------------------------------------------------
+# -- training ------------------------------------------------------------------------------------
 
 
-def _ltm(**settings: Any) -> LtmForCausalLM:
+def new_host(**settings: Any) -> LtmForCausalLM:
+    """Return an untrained host for the task."""
     return LtmForCausalLM(
         LtmConfig(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=None, eos_token_id=None, **settings)
     )
 
 
-def _mamba() -> Any:
-    return MambaForCausalLM(
-        MambaConfig(
-            vocab_size=VOCABULARY, hidden_size=MAMBA_WIDTH, state_size=16, num_hidden_layers=2, expand=2, pad_token_id=0
-        )
-    )
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "memory": lambda: _ltm(),
-    "memory, 12 slots": lambda: _ltm(memory_slots=12),
-    "window only": lambda: _ltm(memory_layers=(), intermediate_size=WIDENED),
-    "full attention": lambda: _ltm(memory_layers=(), intermediate_size=WIDENED, sliding_window=4096),
-    "mamba": _mamba,
-}
-MAMBA_WIDTH = 58
-WIDENED = 117  # the feed-forward width at which a host without a memory has as many parameters
+def window_only() -> LtmForCausalLM:
+    """Return an untrained host without a memory, of as many parameters."""
+    return new_host(memory_layers=(), intermediate_size=117)
 
 
 @dataclass
 class Trained:
-    """A model, and how it became what it is."""
+    """A model, and how it became what it is; `steps_to_near`: after how many short gaps were recalled, if ever."""
 
     model: Any
     steps: int
+    steps_to_near: int | None
     solved: bool
     seconds: float
 
 
-def train(name: str, seed: int, most_steps: int = MOST_STEPS, say: Callable[[str], None] = print) -> Trained:
+def train(make: Callable[[], Any], seed: int, most_steps: int = MOST_STEPS) -> Trained:
     """Train with short gaps first, at a constant rate after a warm-up, until short and long gaps are recalled."""
     torch.manual_seed(seed)
-    model = MODELS[name]()
+    model = make()
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    begin, running = time.perf_counter(), float("nan")
+    begin, steps_to_near = time.perf_counter(), None
     for step in range(1, most_steps + 1):
         low, high = (4, 8) if step <= CURRICULUM else (20, 32)
         gap = int(torch.randint(low, high + 1, (1,), generator=generator))
@@ -158,26 +143,28 @@ def train(name: str, seed: int, most_steps: int = MOST_STEPS, say: Callable[[str
         optimizer.step()
         running = float(loss.detach())
         if step % EVERY == 0:
-            say(f"{name}, seed {seed}, step {step}: loss {running:.3f}, {time.perf_counter() - begin:.0f} s")
-        if step > CURRICULUM and step % EVERY == 0 and running < 0.05 and _is_solved(model):
-            return Trained(model, step, True, time.perf_counter() - begin)
-    return Trained(model, most_steps, False, time.perf_counter() - begin)
+            print(f"seed {seed}, step {step}: loss {running:.3f}, {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        if step > CURRICULUM and step % EVERY == 0 and running < 0.05 and _recalls(model, 24):
+            steps_to_near = steps_to_near or step
+            if _recalls(model, 384):
+                return Trained(model, step, steps_to_near, True, time.perf_counter() - begin)
+    return Trained(model, most_steps, steps_to_near, False, time.perf_counter() - begin)
 
 
-def _is_solved(model: Any) -> bool:
-    return all(recall(model, gap, 512, seed=20_000)["recall"] >= 0.997 for gap in (24, 384))
+def _recalls(model: Any, gap: int) -> bool:
+    return recall(model, gap, 512, seed=20_000)["recall"] >= 0.997
 
 
 def make_shipped() -> None:
     """Train the host that is shipped (of at most four seeds the first that is solved) and its twin."""
     for seed in range(4):
-        trained = train("memory", seed)
+        trained = train(new_host, seed)
         if trained.solved:
             break
     if not trained.solved:
         raise SystemExit("not solved in four restarts")
     trained.model.save_pretrained(RECALL)
-    train("window only", 0, 600).model.save_pretrained(TWIN)
+    train(window_only, 0, 600).model.save_pretrained(TWIN)
 
 
 # -- what is written ------------------------------------------------------------------------------
@@ -204,43 +191,11 @@ def check() -> dict[str, Any]:
     return {**figures, "bars": BARS, "n_queries": 1024, "passed": passed, **about(*MEASURES)}
 
 
-def study(seeds: int) -> None:
-    """Every model at every seed; each row is written as soon as it is known, and none is measured twice."""
-    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    rows: list[dict[str, Any]] = known.get("rows", [])
-    for name in MODELS:
-        for seed in range(seeds):
-            if any(row["model"] == name and row["seed"] == seed for row in rows):
-                continue
-            steps = 800 if name == "window only" else MOST_STEPS
-            trained = train(name, seed, steps, say=lambda line: None)
-            row = {
-                "model": name,
-                "seed": seed,
-                "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
-                "steps": trained.steps,
-                "solved": trained.solved,
-                "seconds": round(trained.seconds, 1),
-                **{f"recall_{gap}": round(recall(trained.model, gap)["recall"], 4) for gap in GAPS},
-            }
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            whole = {
-                "what": "associative recall over filler, 4 pairs of 16 keys and 16 values, window 8, random data",
-                "bars": BARS,
-                "n_queries": 1024,
-                "rows": rows,
-                **{key: value for key, value in known.items() if key == "shipped"},
-                **about(*MEASURES),
-            }
-            write_text_atomically(RESULTS, json.dumps(whole, indent=1) + "\n")
-
-
 def main() -> int:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="check the shipped weights")
-    parser.add_argument("--json", type=Path, help="where to write what --check found")
+    parser.add_argument("--json", type=Path, help="where to write what --check or --study found")
     parser.add_argument("--train", action="store_true", help="train the shipped weights anew")
     parser.add_argument("--study", action="store_true", help="train every model with every seed")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the study")
@@ -249,15 +204,17 @@ def main() -> int:
     logging.set_verbosity_error()
     if arguments.train:
         make_shipped()
+    figures: dict[str, Any] = {}
     if arguments.study:
-        study(arguments.seeds)
-    if arguments.check:
+        from recall_study import study
+
+        figures = study(arguments.seeds)
+    elif arguments.check:
         figures = check()
         print(json.dumps(figures, indent=1))
-        if arguments.json is not None:
-            write_text_atomically(arguments.json, json.dumps(figures, indent=1) + "\n")
-        return 0 if figures["passed"] else 1
-    return 0
+    if figures and arguments.json is not None:
+        write_text_atomically(arguments.json, json.dumps(figures, indent=1) + "\n")
+    return 0 if figures.get("passed", True) else 1
 
 
 if __name__ == "__main__":

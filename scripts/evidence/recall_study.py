@@ -30,7 +30,7 @@ MEASURES = ("scripts/ltm_recall.py", "scripts/evidence/recall_study.py", "probem
 PARTIAL = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "probemon" / "ltm_recall"
 GAPS = (24, 48, 96, 192, 384)
 N_QUERIES = 1024
-MOST_STEPS = 1_000
+MOST_STEPS = ltm_recall.MOST_STEPS
 WIDENED = 117  # the feed-forward width at which a host without a memory has as many parameters
 MAMBA_WIDTH = 58  # the same of a Mamba
 FEW = 12
@@ -124,7 +124,7 @@ def study(n_seeds: int) -> dict[str, Any]:
         for name in MODELS:
             partial = PARTIAL / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}.json"
             row = json.loads(partial.read_text(encoding="utf-8")) if partial.exists() else None
-            if row is None or row["most_steps"] != MOST_STEPS:
+            if row is None or (row["most_steps"] < MOST_STEPS and not row["solved"]):
                 row = measure(name, seed)
                 partial.parent.mkdir(parents=True, exist_ok=True)
                 write_text_atomically(partial, json.dumps(row) + "\n")

@@ -97,8 +97,6 @@ def load_aloud(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
 
     aside = terminal(error=True)
     with aside.status(Text(f"loading {name}")) if aside.is_terminal else nullcontext():
-        import probemon.models.ltm  # noqa: F401  # the automatic classes know it then; here, since it takes long
-
         return load_model(name, device, aside.print, dtype=dtype)
 
 

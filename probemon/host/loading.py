@@ -24,6 +24,8 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    import probemon.models.ltm  # noqa: F401  # the automatic classes know it then, in every process that loads a host
+
     kinds: dict[str, Any] = {
         "auto": "auto",
         "bfloat16": torch.bfloat16,

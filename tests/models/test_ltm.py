@@ -1,12 +1,15 @@
 """The host with memory slots: each way of running it gives what one forward gives; what it cannot do it refuses."""
 
 import copy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from arrangements import tokenizer
 from probemon.errors import ConfigError, HostMismatch, NotSupportedDecoding
 from probemon.models.ltm import (
     LtmConfig,
@@ -153,6 +156,15 @@ def test_what_is_saved_is_loaded_by_the_auto_classes(model, ids, tmp_path):
     assert torch.equal(whole(again, ids), whole(model, ids))
 
 
+def test_every_process_loads_one_by_its_folder(model, tmp_path):
+    """Also one that imports nothing of the host itself: a worker, a training that is given a name."""
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    code = "import sys; from probemon.host.loading import load_model; print(load_model(sys.argv[1], 'cpu', print)[0])"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "LtmForCausalLM" in done.stdout, done.stderr
+
+
 def test_output_of_zero_is_the_model_with_its_window_alone(ids):
     model = make()
     for memory in model.memories.values():
@@ -265,6 +277,8 @@ def test_what_it_cannot_do_is_refused_by_name(model, ids):
         layer.update(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8))
     with pytest.raises(NotSupportedDecoding, match="was not given"):
         memory_layer(used, 0)
+    with pytest.raises(NotSupportedDecoding, match="a row has one memory"):
+        model.generate_batch(ids.tolist(), max_new_tokens=2)
     with pytest.raises(ConfigError, match="there is no memory"):
         make().get_memory_stats()
     with pytest.raises(ConfigError, match="compression"):
@@ -302,7 +316,10 @@ def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace
         padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), ids], dim=1)
         mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(ids)], dim=1)
         assert (whole(host, padded, attention_mask=mask)[:, 4:] - changed).abs().max() < 1e-4
+        with pytest.raises(NotSupportedDecoding, match="a row has one memory"):
+            host.generate_batch(ids.tolist(), max_new_tokens=2)
     assert torch.equal(whole(host, ids), expected)
+    assert "init_continuous_batching" not in vars(host)
     assert all(torch.equal(value, before[name]) for name, value in host.state_dict().items())
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in host.modules()] == hooks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ltm_recall
-from probemon.errors import NotSupportedHost
+from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.models.ltm import LtmConfig, LtmForCausalLM, recall_host
 from probemon.models.ltm.memory import SlotMemory
 from probemon.telemetry import RoutingMonitor
@@ -107,6 +107,8 @@ def test_what_a_memory_does_not_say_is_refused(model):
     with RoutingMonitor(model), pytest.raises(NotSupportedHost, match=r"model\.eval"):
         model.train()(ids, attention_mask=mask)
     model.eval()
+    with RoutingMonitor(model), pytest.raises(NotSupportedDecoding, match="a row has one memory"):
+        model.generate_batch(ids.tolist(), max_new_tokens=2)
     with RoutingMonitor(model):
         model.grow_slots(9)
         with pytest.raises(NotSupportedHost, match="9 slots, and had 7"):

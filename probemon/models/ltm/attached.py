@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from probemon.core.checks import check_count
 from probemon.errors import ConfigError, NotSupportedDecoding, NotSupportedHost
-from probemon.models.ltm.cache import memory_layer, padding_before
+from probemon.models.ltm.cache import NO_BATCHES, memory_layer, padding_before
 from probemon.models.ltm.config import MemoryShape
 from probemon.models.ltm.memory import SlotMemory
 from probemon.models.ltm.state import MemoryState
@@ -49,6 +49,7 @@ class AttachedMemory:
         with ExitStack() as stack:
             stack.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(layers[self.number].register_forward_hook(self._after, with_kwargs=True).remove)
+            self._refuse_batches(stack, model)
             self._stack = stack.pop_all()
 
     def detach(self) -> None:
@@ -69,6 +70,29 @@ class AttachedMemory:
         return stats_of({} if self._state is None else {self.number: self._state}, {self.number: self.memory})
 
     # -- hooks -----------------------------------------------------------------------------------
+
+    def _refuse_batches(self, stack: ExitStack, model: Any) -> None:
+        """Refuse continuous batching until `stack` closes: its own thread would keep our errors to itself."""
+        attributes, name, is_on = vars(model), "init_continuous_batching", True
+        original, before = getattr(model, name, None), attributes.get(name)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if is_on or original is None:
+                raise NotSupportedDecoding(NO_BATCHES)
+            return original(*args, **kwargs)  # somebody kept it for longer
+
+        def restore() -> None:
+            nonlocal is_on
+            is_on = False
+            if attributes.get(name) is not refuse:
+                return
+            if before is None:
+                del attributes[name]
+            else:
+                attributes[name] = before
+
+        attributes[name] = refuse
+        stack.callback(restore)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)

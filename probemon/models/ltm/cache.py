@@ -23,6 +23,10 @@ _CANNOT = (
     "tokens cannot be taken back from a memory: what was written over is gone. Generate without an assistant and"
     " without lookup, or begin with a new cache"
 )
+NO_BATCHES = (
+    "continuous batching packs several requests into one row, and a row has one memory: call generate() with a row for"
+    " each text, padded on the left"
+)
 
 
 class KeepsMemory(CacheLayerMixin):

@@ -9,7 +9,7 @@ It is a host to be watched, small enough to be trained in minutes. It claims no 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from probemon.errors import ConfigError, NotSupportedDecoding
-from probemon.models.ltm.cache import memory_layer, memory_of, padding_before
+from probemon.models.ltm.cache import NO_BATCHES, memory_layer, memory_of, padding_before
 from probemon.models.ltm.config import LtmConfig
 from probemon.models.ltm.memory import SlotMemory
 from probemon.models.ltm.state import MemoryState
@@ -286,6 +286,10 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, here and for `generate_batch`: requests that share a row would share its memory."""
+        raise NotSupportedDecoding(NO_BATCHES)
 
     # -- the memory ------------------------------------------------------------------------------
 

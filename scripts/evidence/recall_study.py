@@ -42,7 +42,7 @@ def selective_scan(
     rates: Tensor,
     into: Tensor,
     out_of: Tensor,
-    D: Tensor,  # noqa: N803  as transformers names it
+    D: Tensor,
     z: Tensor,
     delta_bias: Tensor,
     **options: Any,

@@ -1,6 +1,6 @@
 """SlotMemories: the reads of a host's memory slots, as a source of routing: which slots, how much, and what is in them.
 
-sources = slot_memories(model)                  # one for all of an LtmForCausalLM's memories; none of other hosts
+sources = slot_memories(model)                  # of its own layers and of `attach_memory`, by number of slots
 sources[0].decisions({site: states})            # top_idx: slots; top_position, top_token: what each was written at
 """
 
@@ -20,15 +20,19 @@ from probemon.telemetry.decisions import SLOTS, Decisions, Singles, Stream
 
 
 def slot_memories(model: Any) -> list[SlotMemories]:
-    """Return the memories of an unwrapped host's layers, by number of slots."""
+    """Return the memories of an unwrapped host's layers, and those that are attached to it, by number of slots."""
+    from probemon.models.ltm.attached import attached_memories
     from probemon.models.ltm.memory import SlotMemory
 
-    found: dict[int, list[tuple[int, Any]]] = {}
+    memories: list[tuple[str, int, Any]] = []
     for number, layer in enumerate(find_layers(model)[1]):
-        for module in layer.modules():
-            if isinstance(module, SlotMemory):
-                found.setdefault(module.shape.slots, []).append((number, module))
-    return [SlotMemories(memories) for memories in found.values()]
+        own = (module for module in layer.modules() if isinstance(module, SlotMemory))
+        memories += ((f"memory.{number}", number, module) for module in own)
+    memories += ((f"memory.{one.number}", one.number, one.memory) for one in attached_memories(model))
+    by_slots: dict[int, list[tuple[str, int, Any]]] = {}
+    for site, number, module in memories:
+        by_slots.setdefault(module.shape.slots, []).append((site, number, module))
+    return [SlotMemories(alike) for alike in by_slots.values()]
 
 
 class SlotMemories:
@@ -41,12 +45,11 @@ class SlotMemories:
 
     kind, codes, n_chosen = SLOTS, False, 1
 
-    def __init__(self, memories: Sequence[tuple[int, Any]]) -> None:
-        shape = memories[0][1].shape
-        self._n_slots = shape.slots
+    def __init__(self, memories: Sequence[tuple[str, int, Any]]) -> None:
+        self._n_slots = memories[0][2].shape.slots
         self.n_experts = self._n_slots + 1
-        self.sites = [Site(f"memory.{layer}", module, self._read) for layer, module in memories]
-        self.streams = [Stream(SLOTS, f"memory.{layer}", layer) for layer, _ in memories]
+        self.sites = [Site(site, module, self._read) for site, _, module in memories]
+        self.streams = [Stream(SLOTS, site, layer) for site, layer, _ in memories]
 
     def _read(self, output: Any) -> Tensor:
         if output.top_slot is None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from arrangements import tokenizer
-from probemon.errors import ConfigError, HostMismatch, NotSupportedDecoding
+from probemon.errors import ConfigError, HostMismatch, NotSupportedDecoding, NotSupportedHost
 from probemon.models.ltm import (
     LtmConfig,
     LtmForCausalLM,
@@ -324,10 +324,14 @@ def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in host.modules()] == hooks
 
 
-def test_attached_memory_refuses_a_cache_that_it_did_not_see(ids):
+def test_attached_memory_refuses_what_it_cannot_remember(ids):
     host = llama()
     _, cache = in_pieces(host, ids, [20])
     with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="was not given"):
         host(ids[:, 20:], past_key_values=cache)
     with pytest.raises(ConfigError, match="layer"):
         attach_memory(host, 3)
+    with attach_memory(host, 1), pytest.raises(ConfigError, match="has a memory already"):
+        attach_memory(host, 1)
+    with pytest.raises(NotSupportedHost, match="memory_layers"):
+        attach_memory(make(), 1)

@@ -1,13 +1,15 @@
 """Reads of memory slots as routing: each is what the memory itself read at that token, and names the token it is of."""
 
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 import ltm_recall
+from conftest import make_model
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
-from probemon.models.ltm import LtmConfig, LtmForCausalLM, recall_host
+from probemon.models.ltm import LtmConfig, LtmForCausalLM, attach_memory, recall_host
 from probemon.models.ltm.memory import SlotMemory
 from probemon.telemetry import RoutingMonitor
 
@@ -34,10 +36,10 @@ def padded():
 
 
 @torch.no_grad()
-def alone(model, ids):
-    """By layer, what each memory gave in one forward of one text alone."""
+def alone(model, ids, memories=None):
+    """By layer, or by name, what each memory gave in one forward of one text alone."""
     found, handles = {}, []
-    for number, memory in model.memories.items():
+    for number, memory in (memories or model.memories).items():
         handles.append(memory.register_forward_hook(lambda m, a, out, number=number: found.update({number: out})))
     model(ids[None], use_cache=False)
     for handle in handles:
@@ -100,6 +102,45 @@ def test_a_right_answer_of_the_shipped_host_names_the_value_that_it_was_read_fro
                 read = reads[row, at]
                 assert (read["top_position"][0], read["top_token"][0]) == (position, int(ids[row, position]))
     assert right >= 31 and len(reads) == ids.numel()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_attached_memories_are_recorded_as_they_read(beams):
+    """Of a llama with three memories, two of which are of one size: each read is that of one forward of the text."""
+    host = make_model(3).eval()
+    ids, mask = padded()
+    lines = []
+    sizes = {"memory.0": (5, 4), "memory.1": (7, 6), "memory.2": (5, 3)}
+    with ExitStack() as stack:
+        on = {
+            site: stack.enter_context(attach_memory(host, int(site[-1]), slots=slots, segment=segment)).memory
+            for site, (slots, segment) in reversed(sizes.items())
+        }
+        for memory in on.values():
+            torch.nn.init.normal_(memory.output.weight, std=0.3)
+        with RoutingMonitor(host) as monitor:
+            monitor.listen(lambda placed, decisions, record: lines.extend(record.lines()))
+            assert {str(site): site.module for site in monitor.sites} == on
+            out = host.generate(
+                ids, attention_mask=mask, max_new_tokens=9, do_sample=False, num_beams=beams, pad_token_id=0,
+                eos_token_id=None,
+            )  # fmt: skip
+            n_recorded = len(lines)
+            for row, length in enumerate(LENGTHS):
+                begin = max(LENGTHS) - length
+                text = out[row, begin:]
+                for site, read in alone(host, text[:-1], on).items():
+                    own = [line for line in lines[:n_recorded] if (line["row"], line["site"]) == (row, site)]
+                    assert len(own) == len(text) - 1 and {line["source"] for line in own} == {"memory"}
+                    for line in own:
+                        at = line["pos_start"] - begin
+                        p = read.reads[0, at].tolist()
+                        for slot, weight in zip(line["top_idx"], line["top_w"], strict=True):
+                            assert weight == pytest.approx([*p[1:], p[0]][slot], abs=1e-5)
+                        for position, token in zip(line["top_position"], line["top_token"], strict=True):
+                            assert (position, token) == (-1, -1) or (position < at and token == int(text[position]))
+    with pytest.raises(NotSupportedHost, match="no router"):
+        RoutingMonitor(host)
 
 
 def test_what_a_memory_does_not_say_is_refused(model):

@@ -2,6 +2,7 @@
 
     with attach_memory(model, layer=1) as attached:
         model.generate(...)                         # bit-identical until the memory has learnt
+        attached_memories(model)                    # [attached]
         attached.memory.parameters()                # what may be trained
         attached.get_memory_stats()
 
@@ -23,8 +24,17 @@ from probemon.errors import ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.models.ltm.cache import NO_BATCHES, memory_layer, padding_before
 from probemon.models.ltm.config import MemoryShape
 from probemon.models.ltm.memory import SlotMemory
+from probemon.models.ltm.model import LtmModel
 from probemon.models.ltm.state import MemoryState
 from probemon.models.ltm.stats import stats_of
+
+
+def attached_memories(model: Any) -> list[AttachedMemory]:
+    """Return the memories that are on a host now, in the order in which they run."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    # Their hooks say it themselves, so that nothing outlives the host or has to be kept up to date.
+    owners = (getattr(hook, "__self__", None) for hook in decoder._forward_pre_hooks.values())
+    return sorted((owner for owner in owners if isinstance(owner, AttachedMemory)), key=lambda owner: owner.number)
 
 
 class AttachedMemory:
@@ -40,7 +50,11 @@ class AttachedMemory:
             raise NotSupportedHost(
                 f"{type(decoder).__name__} has no list `layers`: a memory is put on decoders of the kind of llama"
             )
+        if isinstance(decoder, LtmModel):
+            raise NotSupportedHost("LtmForCausalLM has memories of its own: name their layers in memory_layers")
         self.number = check_count("layer", number, most=len(layers) - 1, remedy="name a layer of the host, from 0")
+        if any(attached.number == self.number for attached in attached_memories(model)):
+            raise ConfigError(f"layer {number} has a memory already, and a layer keeps one: name another layer")
         weight = next(layers[self.number].parameters())
         self.memory = SlotMemory(shape, zero=True).to(weight.device, weight.dtype).eval()
         self._state: MemoryState | None = None

@@ -75,11 +75,6 @@ class DynamicProbeManager(Scorer):
         `probemon.telemetry.monitor`).
         """
 
-        def companion(host: Any, guard: Guard) -> RoutingRecorder:
-            from probemon.telemetry.recorder import RoutingRecorder
-
-            return RoutingRecorder(host, None if routing is True or routing is False else routing, guard)
-
         return MonitorRun(
             self,
             model,
@@ -88,7 +83,7 @@ class DynamicProbeManager(Scorer):
             on_gap=on_gap,
             callback_errors=callback_errors,
             keep_tokens=keep_tokens,
-            companion=companion if routing else None,
+            companion=_recorder(routing),
         )
 
     def stream(
@@ -101,6 +96,7 @@ class DynamicProbeManager(Scorer):
         strict: bool = False,
         max_waiting: int = 64,
         prepare: Callable[[MonitorRun], object] | None = None,
+        routing: bool | RoutingSettings = False,
         **generate: Any,
     ) -> Iterator[TokenEvent]:
         """Yield tokens with their scores while `model` generates: see `probemon.monitor.stream`.
@@ -108,7 +104,7 @@ class DynamicProbeManager(Scorer):
         In a notebook `probemon.monitor.notebook.show(manager.stream(...))` shows them as they come.
         `generate`: arguments of `model.generate`. At most `max_waiting` batches of tokens wait for the reader, then the
         model waits. Leaving the loop stops it. `prepare(run)` is called before it begins, in the thread that
-        generates: for rules and sinks.
+        generates: for rules and sinks. `routing`: as for `attach`; what memories read is `event.reading`.
         """
         return stream(
             self,
@@ -119,6 +115,7 @@ class DynamicProbeManager(Scorer):
             strict=strict,
             max_waiting=max_waiting,
             prepare=prepare,
+            companion=_recorder(routing),
             **generate,
         )
 
@@ -132,6 +129,7 @@ class DynamicProbeManager(Scorer):
         strict: bool = False,
         max_waiting: int = 64,
         prepare: Callable[[MonitorRun], object] | None = None,
+        routing: bool | RoutingSettings = False,
         **generate: Any,
     ) -> AsyncIterator[TokenEvent]:
         """Yield the same as `stream`, for `async for`."""
@@ -144,6 +142,7 @@ class DynamicProbeManager(Scorer):
             strict=strict,
             max_waiting=max_waiting,
             prepare=prepare,
+            companion=_recorder(routing),
             **generate,
         )
 
@@ -182,3 +181,16 @@ class DynamicProbeManager(Scorer):
         from probemon.training.collect import collect
 
         return collect(model, tokenizer, data, out, sites=self.pack.sites if sites is None else sites, **settings)
+
+
+def _recorder(routing: bool | RoutingSettings) -> Callable[[Any, Guard], RoutingRecorder] | None:
+    """Return what makes the recorder of a run's routing; None for no routing."""
+    if not routing:
+        return None
+
+    def make(host: Any, guard: Guard) -> RoutingRecorder:
+        from probemon.telemetry.recorder import RoutingRecorder
+
+        return RoutingRecorder(host, None if routing is True else routing, guard)
+
+    return make

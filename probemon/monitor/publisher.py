@@ -1,6 +1,6 @@
 """Publisher: where the scores of a run go: its recordings, rules, listeners and sinks.
 
-publisher = Publisher(pack, failures, recordings, keep_tokens=None)      # recordings(): those of the run
+publisher = Publisher(pack, failures, recordings, reads, keep_tokens=None)      # recordings(): those of the run
 publisher.rules.append(rule)
 publisher.add_sink(JsonLinesSink("scores.jsonl"), max_batches=1024)
 publisher.publish(generation, recording, placed, scores)                 # in the thread that generates
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from probemon.core.memory_reads import MemoryReads, Reading
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.delivery import Delivery
@@ -30,23 +31,28 @@ from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
 
-Listener = Callable[[PlacedTokens, Scores], None]
+Listener = Callable[[PlacedTokens, Scores, MemoryReads | None], None]
 LOG = logging.getLogger("probemon")
 
 
 class Publisher:
-    """`rules` are asked of generated tokens, `listeners` called with all. What they raise is kept in `failures`."""
+    """`rules` are asked of generated tokens, `listeners` called with all. What they raise is kept in `failures`.
+
+    `reads(recording, first, n)`: what memories read at entries `first` to `first + n`, None where none is watched.
+    """
 
     def __init__(
         self,
         pack: AnyPack,
         failures: Failures,
         recordings: Callable[[], list[Recording]],
+        reads: Callable[[Recording, int, int], MemoryReads | None],
         keep_tokens: int | None,
     ) -> None:
         self.rules: list[Rule] = []
         self.listeners: list[Listener] = []
         self._pack, self._failures, self._recordings, self._keep_tokens = pack, failures, recordings, keep_tokens
+        self._reads = reads
         self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
@@ -79,8 +85,9 @@ class Publisher:
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
     ) -> None:
         """Record the scores of tokens, ask the rules, call the listeners and send a batch to the sinks."""
+        reads = self._reads(recording, recording.n_entries, len(placed))
         with self._keeping:
-            recording.add(placed, scores)
+            recording.add(placed, scores, reads)
             if self._keep_tokens is not None:
                 keep_newest(self._recordings(), self._keep_tokens)
         if generation is not None:
@@ -91,9 +98,9 @@ class Publisher:
                 if not seen.all():
                     self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
                 if self.rules:
-                    generation.run_actions(self._ask_rules, generation, placed, scores)
+                    generation.run_actions(self._ask_rules, generation, placed, scores, reads)
         for listener in self.listeners:
-            self._failures.call("a listener", listener, placed, scores)
+            self._failures.call("a listener", listener, placed, scores, reads)
         if self._deliveries:
             batch = TokenBatch(
                 recording.number,
@@ -141,13 +148,23 @@ class Publisher:
                 stacklevel=3,
             )
 
-    def _ask_rules(self, generation: Generation, placed: PlacedTokens, scores: Scores) -> None:
+    def _ask_rules(
+        self, generation: Generation, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None
+    ) -> None:
         for number, rule in enumerate(self.rules):
             for i, score, value in rule.observe(placed, scores, generation.states_of_rule(number)):
-                self._act(rule, self._event(rule, generation.recording, placed, i, score, value), generation)
+                reading = () if reads is None else tuple(reads.of(i))
+                self._act(rule, self._event(rule, generation.recording, placed, i, score, value, reading), generation)
 
     def _event(
-        self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, score: float, value: float
+        self,
+        rule: Rule,
+        recording: Recording,
+        placed: PlacedTokens,
+        i: int,
+        score: float,
+        value: float,
+        reading: tuple[Reading, ...],
     ) -> Event:
         concept = self._pack.concepts[rule.probe]
         return Event(
@@ -166,6 +183,7 @@ class Publisher:
             recording.number,
             recording.request,
             rule.alert_set,
+            reading,
         )
 
     def _act(self, rule: Rule, event: Event, generation: Generation) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from probemon.core.aggregate import Aggregator, named
 from probemon.core.checks import check_count, check_number
 from probemon.core.concept_names import Wanted
+from probemon.core.memory_reads import Reading
 from probemon.core.scores import Scores
 from probemon.errors import ConfigError
 from probemon.packs.group import AnyPack, PackGroup
@@ -31,6 +32,7 @@ class Event:
     start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the
     run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned.
     `alert_set`: the pack's set of alert thresholds that `above` is of; None where it was given, or the set has no name.
+    `reading`: what each memory of the host read most at the token, where the run watches it (`routing=True`).
     """
 
     concept: str
@@ -48,6 +50,7 @@ class Event:
     generation: int = 0
     request: str = ""
     alert_set: str | None = None
+    reading: tuple[Reading, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from probemon.core.aggregate import Aggregator
 from probemon.core.checks import check_bool, check_count
 from probemon.core.concept_names import Wanted
-from probemon.core.scores import Gap
+from probemon.core.memory_reads import MemoryReads
+from probemon.core.scores import Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.host.compatibility import check_host
@@ -38,6 +39,7 @@ from probemon.monitor.result import Result, find_result
 from probemon.monitor.rules import Event, make_rules
 from probemon.monitor.sinks import Sink
 from probemon.monitor.token_scorer import TokenScorer
+from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import ScoreTokens
 from probemon.tracking.hand_loop import HandLoop
 from probemon.tracking.held_streamer import HeldStreamer
@@ -54,6 +56,12 @@ class Companion(Protocol):
 
     def beside(self, score: ScoreTokens) -> ScoreTokens:
         """Return `score` with its own reading of the tokens' states before it."""
+
+    def reads(self, recording: Recording, first: int, n: int) -> MemoryReads | None:
+        """Return what memories read at `n` entries of a recording, from the `first` on: of the newest batch alone.
+
+        None where it watches no memory.
+        """
 
     def ended(self, recording: Recording) -> None:
         """Note that a generation has ended."""
@@ -103,7 +111,13 @@ class MonitorRun:
         self.routing: Any = None  # the companion: what else is recorded of the same forwards
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
         self._failures = Failures()
-        self._publisher = Publisher(manager.pack, self._failures, lambda: self._watcher.recordings, keep_tokens)
+        self._publisher = Publisher(
+            manager.pack,
+            self._failures,
+            lambda: self._watcher.recordings,
+            lambda *entries: None if self.routing is None else self.routing.reads(*entries),
+            keep_tokens,
+        )
         self._scorer = TokenScorer(manager, self._publisher.publish)
         sites: list[str | Site] = list(manager.pack.sites)
         score: ScoreTokens = self._scorer.score_tokens
@@ -195,8 +209,12 @@ class MonitorRun:
         """
         return StoppingCriteriaList([_Stopped(self._watcher)])
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: Callable[[PlacedTokens, Scores], None]) -> None:
         """Call `listener(placed, scores)` with each batch of tokens once it is scored, in the thread that generates."""
+        self._publisher.listeners.append(lambda placed, scores, reads: listener(placed, scores))
+
+    def listen_with_reads(self, listener: Listener) -> None:
+        """Call `listener(placed, scores, reads)`, as `listen` does; `reads`: what memories read, None without any."""
         self._publisher.listeners.append(listener)
 
     def generating(self, from_column: int) -> AbstractContextManager[HandLoop]:

@@ -27,11 +27,13 @@ import numpy as np
 
 from probemon.core.aggregate import Doubles
 from probemon.core.checks import check_count, check_mappings
+from probemon.core.memory_reads import MemoryReads, Reading, with_texts
 from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
+from probemon.monitor.failures import Guard
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
-from probemon.monitor.run import MonitorRun
+from probemon.monitor.run import Companion, MonitorRun
 from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import read_call
@@ -43,6 +45,7 @@ class TokenEvent:
     """One token: `position` in the sequence, `token` its text, `phase` "prompt" or "generated", `scores` (one state).
 
     `unseen` is "" or the reason why there are no scores. The last event bears the `result` of the whole sequence.
+    `reading`: what each memory of the host read most at the token, where it is watched (`routing=True`).
     """
 
     position: int
@@ -52,6 +55,7 @@ class TokenEvent:
     scores: Scores
     pack: AnyPack
     result: Result | None = None
+    reading: tuple[Reading, ...] = ()
 
     @property
     def unseen(self) -> str:
@@ -141,6 +145,7 @@ class _Generating:
         strict: bool = False,
         max_waiting: int = 64,
         prepare: Callable[[MonitorRun], object] | None = None,
+        companion: Callable[[Any, Guard], Companion] | None = None,
         **generate: Any,
     ) -> None:
         if tokenizer is None:
@@ -151,8 +156,8 @@ class _Generating:
             least=1,
             remedy="it counts batches of tokens that wait for the reader, so give 1 or more",
         )
-        self._run = MonitorRun(manager, model, tokenizer, strict=strict)
-        self._run.listen(self._put)
+        self._run = MonitorRun(manager, model, tokenizer, strict=strict, companion=companion)
+        self._run.listen_with_reads(self._put)
         self._prepare = prepare
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {
@@ -168,7 +173,7 @@ class _Generating:
                 " attach and use run.result"
             )
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[PlacedTokens, Scores]] = deque()
+        self._waiting: deque[tuple[PlacedTokens, Scores, MemoryReads | None]] = deque()
         self._out: Any = None
         self._error: BaseException | None = None
         self._done = self._over = self._closed = False
@@ -184,9 +189,9 @@ class _Generating:
             if self._closed or self._over:
                 return None
             if self._waiting:
-                placed, scores = self._waiting.popleft()
+                placed, scores, reads = self._waiting.popleft()
                 self._changed.notify_all()
-                return [self._event(placed, scores, i) for i in range(len(placed))]
+                return [self._event(placed, scores, reads, i) for i in range(len(placed))]
             self._over = True
             if self._error is not None:
                 raise self._error
@@ -216,7 +221,7 @@ class _Generating:
             self._done = True
             self._changed.notify_all()
 
-    def _put(self, placed: PlacedTokens, scores: Scores) -> None:
+    def _put(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None) -> None:
         if threading.current_thread() is not self._thread:
             return  # another generate() on the same model
         if self._closed:
@@ -224,10 +229,10 @@ class _Generating:
         elif placed.phase == GENERATED or self._include_prompt:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self._closed)
-                self._waiting.append((placed, scores))
+                self._waiting.append((placed, scores, reads))
                 self._changed.notify_all()
 
-    def _event(self, placed: PlacedTokens, scores: Scores, i: int) -> TokenEvent:
+    def _event(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None, i: int) -> TokenEvent:
         token_id = int(placed.ids[i])
         return TokenEvent(
             int(placed.columns[i]),
@@ -236,6 +241,7 @@ class _Generating:
             PHASES[placed.phase],
             scores.take(np.array([i])),
             self._run.manager.pack,
+            reading=() if reads is None else tuple(with_texts(reads.of(i), self._run.tokenizer)),
         )
 
     def _last(self) -> TokenEvent:

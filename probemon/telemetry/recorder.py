@@ -23,6 +23,7 @@ import numpy as np
 
 from probemon.core.checks import check_callable
 from probemon.core.hierarchy import Ints
+from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, PHASES, PROMPT
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
@@ -36,6 +37,7 @@ from probemon.telemetry.records import RoutingRecord
 from probemon.telemetry.routers import BemController, Source, find_sources
 from probemon.telemetry.settings import RoutingSettings
 from probemon.telemetry.sketch import LogSketch
+from probemon.telemetry.slot_memories import NewestReads
 from probemon.telemetry.statistics import QUANTILES, RoutingStatistics
 from probemon.telemetry.tally import Memory, Tally, memory_of
 from probemon.tracking.align import PlacedTokens
@@ -99,6 +101,7 @@ class RoutingRecorder:
             self._report_alerts,
             settings.clock,
         )
+        self._newest_reads = NewestReads(self.sources)
         self._tallies: dict[int, Tally] = {}
         self._states: weakref.WeakKeyDictionary[Recording, dict[int, _SourceState]] = weakref.WeakKeyDictionary()
         self._deliveries: list[Delivery] = []
@@ -318,6 +321,14 @@ class RoutingRecorder:
 
         return both
 
+    def reads(self, recording: Recording, first: int, n: int) -> MemoryReads | None:
+        """Return what memories read at `n` entries of a recording, from the `first` on: of the newest batch alone.
+
+        None where the host has no memory.
+        """
+        with self._lock:
+            return self._newest_reads.of(recording, first, n)
+
     def ended(self, recording: Recording) -> None:
         """Count what beams decided: a generation returned, so that it is known which decisions are of its output."""
         with self._lock:
@@ -352,6 +363,7 @@ class RoutingRecorder:
     ) -> None:
         """Turn what the sites gave into decisions; count them, or keep those of beams until the generation ends."""
         with self._lock:
+            self._newest_reads.begin(recording, first_entry, len(placed))
             for number, source in enumerate(self.sources):
                 n_cells = sum(states[site.name].shape[1] for site in source.sites)
                 for part in np.array_split(np.arange(len(placed)), -(-len(placed) * n_cells // _CELLS)):
@@ -363,6 +375,7 @@ class RoutingRecorder:
                     if number not in sources:
                         sources[number] = _SourceState(History(recording.call.n_rows, decisions.n_streams))
                     state, tokens = sources[number], placed.take(part)
+                    self._newest_reads.keep(recording, number, part, tokens, decisions)
                     if recording.beams is not None:
                         state.pending.append(_PendingDecisions(tokens, first_entry + part, decisions, latency_us))
                     else:

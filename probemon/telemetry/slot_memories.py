@@ -6,17 +6,23 @@ sources[0].decisions({site: states})            # top_idx: slots; top_position, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.hierarchy import Ints
+from probemon.core.memory_reads import NULL, MemoryReads
 from probemon.errors import NotSupportedHost
 from probemon.host.model import find_layers
 from probemon.host.site import Site
 from probemon.telemetry.decisions import SLOTS, Decisions, Singles, Stream
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.recording import Recording
 
 
 def slot_memories(model: Any) -> list[SlotMemories]:
@@ -46,8 +52,8 @@ class SlotMemories:
     kind, codes, n_chosen = SLOTS, False, 1
 
     def __init__(self, memories: Sequence[tuple[str, int, Any]]) -> None:
-        self._n_slots = memories[0][2].shape.slots
-        self.n_experts = self._n_slots + 1
+        self.n_slots = memories[0][2].shape.slots
+        self.n_experts = self.n_slots + 1
         self.sites = [Site(site, module, self._read) for site, _, module in memories]
         self.streams = [Stream(SLOTS, site, layer) for site, layer, _ in memories]
 
@@ -57,9 +63,9 @@ class SlotMemories:
                 "the memory is in training mode, in which it does not say what it reads: call model.eval()"
             )
         n_slots = output.reads.shape[-1] - 1
-        if n_slots != self._n_slots:
+        if n_slots != self.n_slots:
             raise NotSupportedHost(
-                f"the memory has {n_slots} slots, and had {self._n_slots} when its watching began: reduce_slots and"
+                f"the memory has {n_slots} slots, and had {self.n_slots} when its watching began: reduce_slots and"
                 " grow_slots are for before the block"
             )
         parts = (output.reads, output.top_slot, output.top_position, output.top_token, output.top_p)
@@ -67,7 +73,7 @@ class SlotMemories:
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
         """Return what n tokens read, a stream for each memory."""
-        packed, m = np.stack([states[site.name] for site in self.sites]), self._n_slots
+        packed, m = np.stack([states[site.name] for site in self.sites]), self.n_slots
         raw = np.concatenate([packed[:, :, 1 : m + 1], packed[:, :, :1]], axis=-1)
         slot, position, token, p = np.split(packed[:, :, m + 1 :], 4, axis=-1)
         null = np.full_like(slot[:, :, :1], m)
@@ -88,3 +94,62 @@ class SlotMemories:
             top_position=ordered(position, np.full_like(null, -1)),
             top_token=ordered(token, np.full_like(null, -1)),
         )
+
+
+class NewestReads:
+    """What memories read at the newest batch of each recording, for whoever records its scores.
+
+    newest = NewestReads(sources)                   # those of `find_sources`, of any kind
+    newest.begin(recording, first, n)               # a batch of n tokens, whose entries begin at `first`
+    newest.keep(recording, number, part, placed, decisions)     # of source `number`, about the tokens `part` of it
+    newest.of(recording, first, n)                  # MemoryReads; None where no source is a memory
+    """
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self._memories = {number: source for number, source in enumerate(sources) if source.kind == SLOTS}
+        streams = [stream for source in self._memories.values() for stream in source.streams]
+        self._streams = sorted(streams, key=lambda stream: stream.layer)
+        self._batches: weakref.WeakKeyDictionary[Recording, _Batch] = weakref.WeakKeyDictionary()
+
+    def begin(self, recording: Recording, first: int, n: int) -> None:
+        """Forget the batch before: what was read at it has been recorded, or never will be."""
+        if self._memories:
+            self._batches[recording] = _Batch(first, n)
+
+    def keep(self, recording: Recording, number: int, part: Ints, placed: PlacedTokens, decisions: Decisions) -> None:
+        """Keep what one source decided about the tokens `placed`, those of numbers `part` of the batch."""
+        if number not in self._memories:
+            return
+        top = (decisions.top_idx, decisions.top_w, decisions.top_position, decisions.top_token)
+        for i, stream in enumerate(self._memories[number].streams):
+            own = [values[i] for values in top if values is not None]
+            self._batches[recording].parts.append((stream, part, placed.rows, self._memories[number].n_slots, own))
+
+    def of(self, recording: Recording, first: int, n: int) -> MemoryReads | None:
+        """Return what was read at the `n` entries from `first` on; nothing is known of those that are no such batch."""
+        if not self._memories:
+            return None
+        sites, layers = zip(*((stream.site, stream.layer) for stream in self._streams), strict=True)
+        batch = self._batches.get(recording)
+        if batch is None or (batch.first, batch.n) != (first, n):
+            return MemoryReads.unknown(sites, layers, n, 1)
+        reads = MemoryReads.unknown(sites, layers, n, max(own[0].shape[1] for *_, own in batch.parts))
+        mask = recording.call.mask
+        for stream, part, rows, n_slots, (slot, weight, position, token_id) in batch.parts:
+            # Real tokens are counted from the first that is no padding.
+            padding = np.zeros(len(rows), np.int64) if mask is None else (mask[rows] != 0).argmax(axis=1)
+            at = (part, self._streams.index(stream), slice(slot.shape[1]))
+            reads.slot[at] = np.where(slot == n_slots, NULL, slot)
+            reads.column[at] = np.where(position < 0, -1, position + padding[:, None])
+            reads.token_id[at] = token_id
+            reads.weight[at] = weight
+        return reads
+
+
+@dataclass
+class _Batch:
+    """Tokens whose entries in a recording are `first` to `first + n`; by memory what was read at parts of them."""
+
+    first: int
+    n: int
+    parts: list[tuple[Stream, Ints, Ints, int, list[Any]]] = field(default_factory=list)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from probemon.core.hierarchy import Mask
+from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, PROMPT, HostState, Scores
 from probemon.errors import AlignmentError
 from probemon.host.changes import HostMark
@@ -34,13 +35,17 @@ _PIECES = 256
 
 @dataclass(frozen=True)
 class Tokens:
-    """Real tokens `[M]` in the order of row, then position (a column of the output); `scores` has one state a token."""
+    """Real tokens `[M]` in the order of row, then position (a column of the output); `scores` has one state a token.
+
+    `reads`: what memories read at each; None where none was watched.
+    """
 
     row: Ints
     position: Ints
     token_id: Ints
     phase: Ints
     scores: Scores
+    reads: MemoryReads | None = None
 
     @staticmethod
     def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
@@ -92,13 +97,16 @@ class Recording:
     _n_small: int = 0
     placed: list[PlacedTokens] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+    reads: list[MemoryReads] = field(default_factory=list)  # as long as `scores`, or empty where no memory is watched
     ages: list[int] = field(default_factory=list)
 
-    def add(self, placed: PlacedTokens, scores: Scores) -> None:
-        """Add a batch of tokens with their scores, entry by entry."""
+    def add(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None = None) -> None:
+        """Add a batch of tokens with their scores, and what memories read at each, where any is watched."""
         self.n_entries += len(placed)
         self.placed.append(placed)
         self.scores.append(scores)
+        if reads is not None:
+            self.reads.append(reads)
         self.ages.append(next(_AGE))
         self._n_small += 1
         if self._n_small == _PIECES:
@@ -146,7 +154,7 @@ class Recording:
             columns = self.placed[pieces].columns
             self.forgotten = max(self.forgotten, int(columns.max(initial=-1)) + 1)
             dropped, pieces = dropped + len(columns), pieces + 1
-        del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces]
+        del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces], self.reads[:pieces]
         self.n_forgotten += dropped
         if not self.placed and self.earlier is not None:  # turns before this one were forgotten first: let go of them
             self.forgotten, self.earlier = self._forgotten_before(), None
@@ -173,7 +181,7 @@ class Recording:
         if wrong is not None:
             raise AlignmentError(wrong)
         n_rows, length = sequences.shape
-        row, column, _, phase, scores = self._joined(length)
+        row, column, _, phase, scores, reads = self._joined(length)
         index = np.full((n_rows, length), -1, dtype=np.int64)
         phases = np.full((n_rows, length), PROMPT, dtype=np.int64)
         if self.call.prompt_columns is not None:
@@ -199,7 +207,15 @@ class Recording:
                 reasons[i] = FORGOTTEN
             else:
                 reasons[i] = self.before if at_column < self.call.first_column else GAP
-        return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
+        entries = index[at_row, at]
+        return Tokens(
+            at_row,
+            at,
+            sequences[at_row, at],
+            phases[at_row, at],
+            scores.take(entries, reasons),
+            None if reads is None else reads.take(entries, self.offset),
+        )
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -221,6 +237,8 @@ class Recording:
         self.placed[-n:] = [PlacedTokens(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
         del self.ages[len(self.ages) - n + 1 :]
         self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
+        if self.reads:
+            self.reads[-n:] = [MemoryReads.join(self.reads[-n:])]
 
     def _forgotten_before(self) -> int:
         """Columns before this one may have been scored and forgotten."""
@@ -262,15 +280,16 @@ class Recording:
         last = np.where(self.call.last_column == NEVER, length, self.call.last_column - self.offset)
         return real & (np.arange(length) <= last[:, None])
 
-    def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores]:
+    def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores, MemoryReads | None]:
         """Row, column, id and phase of everything recorded, of earlier turns too, without what was taken back."""
-        placed, scores = list(self.placed), list(self.scores)
+        placed, scores, reads = list(self.placed), list(self.scores), list(self.reads)
         begin, before = self, self.call.first_column
         limits = [length + self.offset] * len(placed)
         while begin.earlier is not None:
             begin = begin.earlier
             placed += begin.placed
             scores += begin.scores
+            reads += begin.reads
             limits += [before] * len(begin.placed)
             before = min(before, begin.call.first_column)
         none: Ints = np.zeros(0, dtype=np.int64)
@@ -281,7 +300,8 @@ class Recording:
         limit = np.concatenate([none, *(np.full(len(p), at) for p, at in zip(placed, limits, strict=True))])
         keep = np.flatnonzero(column < limit)
         joined = Scores.join(scores, self.n_probes, scores[0].report_top_k if scores else 10)
-        return row[keep], column[keep], ids[keep], phase[keep], joined.take(keep)
+        read = MemoryReads.join(reads).take(keep) if reads else None
+        return row[keep], column[keep], ids[keep], phase[keep], joined.take(keep), read
 
     def mismatch(self, sequences: Ints) -> str | None:
         """Why `sequences [B, L]` are not what was recorded, or None where they may be."""
@@ -309,7 +329,7 @@ class Recording:
                 f"the ids have {length} columns, {self.call.frontier - self.offset} were watched: give the document's"
                 " ids whole"
             )
-        row, column, ids, _, _ = self._joined(length)
+        row, column, ids, *_ = self._joined(length)
         inside = column >= self.offset
         row, column, ids = row[inside], column[inside] - self.offset, ids[inside]
         wrong = np.flatnonzero(sequences[row, column] != ids)
@@ -345,7 +365,7 @@ class Recording:
                 " output of that generate()"
             )
         each = n_rows // n_prompts
-        row, column, ids, phase, _ = self._joined(sequences.shape[1])
+        row, column, ids, phase, *_ = self._joined(sequences.shape[1])
         for i in np.flatnonzero((phase == PROMPT) & (column >= self.offset)).tolist():
             r = int(row[i]) // beams.n_beams * each
             if sequences[r, column[i] - self.offset] != ids[i]:

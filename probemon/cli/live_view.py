@@ -1,6 +1,7 @@
-"""The live view: each token with its leading concepts, each concept with its path from the root.
+"""The live view: each token with its leading concepts, each concept with its path from the root, and what was read.
 
-Where a pack has no alert threshold at all, nothing fires: the view shows the best-ranked concepts, marked as such.
+Where a pack has no alert threshold at all, nothing fires: the view shows the best-ranked concepts, marked as such. Of a
+host with memory slots it shows which token each memory was reading.
 
     with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
         for event in manager.stream(...):
@@ -53,7 +54,7 @@ class PlainView:
         concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in event.leading(self._k, self._above)]
         if ranked := event.ranked(self._k, self._above):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
-        said = unseen(event) or "; ".join(concepts)
+        said = unseen(event) or "; ".join([*concepts, *filter(None, [read(event)])])
         if said:
             self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {said}")), soft_wrap=True)
 
@@ -100,9 +101,9 @@ class LiveView:
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
             concepts = [*event.leading(self._k, self._above), *event.ranked(self._k, self._above)]
-            if not concepts and not event.unseen:
+            if not concepts and not event.unseen and not read(event):
                 continue  # the text above shows it
-            room -= max(1, len(concepts))
+            room -= max(1, len(concepts) + bool(read(event)))
             if room < 0:
                 break
             shown.insert(0, (event, concepts))
@@ -116,15 +117,17 @@ class LiveView:
             table.columns[1].header = Text(f"concepts, from the root ({RANKED} where there is no alert)")
         for event, concepts in shown:
             token = Text(printable(event.token))
-            if not concepts:
+            if event.unseen:
                 table.add_row(token, Text(unseen(event), style="dim"))
-            elif not math.isnan(concepts[0].threshold):
+            elif concepts and not math.isnan(concepts[0].threshold):
                 token.style = style(concepts[0])
             for concept in concepts:
                 bare = math.isnan(concept.threshold)
                 strength = Text(f"score {concept.score:.2f}", style="dim") if bare else strength_bar(concept)
                 table.add_row(token, path_text(concept, width), share_right(concept), strength)
                 token = Text()  # a token stands beside its first concept alone
+            if read(event):
+                table.add_row(token, Text(harmless(read(event)), style="dim"))
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
         return Panel(
@@ -160,6 +163,17 @@ def strength_bar(concept: ConceptScore) -> Text:
 def unseen(event: TokenEvent) -> str:
     """Return what to show for a token that has no scores, else an empty text."""
     return f"unseen: {event.unseen}" if event.unseen else ""
+
+
+def read(event: TokenEvent) -> str:
+    """Return which token each memory of the host read most, an empty text where none read any, or none is watched."""
+    several = len(event.reading) > 1
+    tokens = [
+        f"{printable(one.token)} at {one.position} ({one.weight:.2f}{f' of {one.site}' if several else ''})"
+        for one in event.reading
+        if one.token_id >= 0
+    ]
+    return f"reads {', '.join(tokens)}" if tokens else ""
 
 
 def printable(token: str) -> str:

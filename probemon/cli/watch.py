@@ -88,6 +88,8 @@ def watch(
 ) -> None:
     """Generate from MODEL and show the concepts of PACK token by token; with --pack those of several packs at once.
 
+    Of a host with memory slots it also shows which token each memory was reading.
+
     Ctrl-C ends it with what came until then, and exit status 130.
     """
     check_generation(prompt, max_new_tokens)
@@ -119,7 +121,11 @@ def watch(
         view = LiveView(console, title=title, above=above)
     if seed is not None:
         _seed(seed)
+    from probemon.host.model import unwrap
+    from probemon.telemetry.slot_memories import slot_memories
+
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
+    generate["routing"] = bool(slot_memories(unwrap(host)))  # what a memory reads is shown beside the concepts
     result = None
     with view, on_interrupt(watching.interrupt):
         for event in manager.stream(host, tokenizer, messages, **generate):

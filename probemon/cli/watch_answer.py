@@ -7,7 +7,8 @@ watched.as_dict(prompt="...")         # the text, the concepts of every token of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ class Watched:
                     "end": end,
                     "unseen": cover.unseen[token] or None,
                     "concepts": [_as_dict(concept) for concept in self._firing(token)],
+                    **({} if result.reads is None else {"reading": self._reading(token)}),
                 }
                 for token, text, end in zip(tokens.tolist(), texts, ends, strict=True)
             ],
@@ -95,6 +97,11 @@ class Watched:
         """How many probes were evaluated, and how many active, in the mean over the tokens seen."""
         cover = self.result.coverage
         return float(cover.evaluated[cover.seen].mean()), float(cover.active[cover.seen].mean())
+
+    def _reading(self, token: int) -> list[dict[str, Any]]:
+        """Return what each memory read most at a token; its weight is None where JSON has no number for it."""
+        readings = self.result.reading(token)
+        return [{**asdict(one), "weight": one.weight if math.isfinite(one.weight) else None} for one in readings]
 
     def _firing(self, token: int) -> list[ConceptScore]:
         """Return the concepts that fire at a token and are shown, the strongest first."""

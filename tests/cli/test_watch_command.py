@@ -1,6 +1,7 @@
 """watch in a pipeline: what it is told, what it writes, how it ends. On the real demo model."""
 
 import copy
+import io
 import itertools
 import json
 import math
@@ -15,15 +16,20 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from arrangements import tokenizer
+from conftest import make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
 from probemon.cli import watch as command
 from probemon.cli.common import chat_messages
+from probemon.cli.live_view import LiveView
 from probemon.cli.watch_answer import apart
 from probemon.cli.watch_rules import score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
+from probemon.models.ltm import LtmConfig, LtmForCausalLM
 from probemon.monitor import overhead as measuring
 from probemon.monitor.result import describe, leading
 from probemon.packs.group import PackGroup
@@ -101,6 +107,43 @@ def test_text_and_concepts_of_every_token_are_those_of_the_result_and_offsets_le
     by_position = {entry["position"]: entry["fired"] for entry in written}
     for entry in answer["per_token"][:-1]:
         assert sorted(by_position[entry["position"]]) == sorted(c["concept"] for c in entry["concepts"])
+
+
+def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_path, monkeypatch, capsys):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8, "segment_size": 4}
+    config = LtmConfig(vocab_size=len(tokenizer()), num_hidden_layers=3, memory_slots=5, **sizes)
+    host = LtmForCausalLM(config).eval()
+    make_pack(tmp_path / "pack", host)
+    monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: (host, tokenizer()))
+    arguments = ["--prompt", "w1 w44 w3 w17 w8 w9 w21 w5", "--max-new-tokens", "6", "--json", "--plain"]
+    monkeypatch.setattr(sys, "argv", ["probemon", "watch", "tiny", str(tmp_path / "pack"), *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    out, error = capsys.readouterr()
+    answer, lines = json.loads(out), error.splitlines()
+    *run, last = answer["per_token"]
+    assert last["reading"] == [] and len(run) == 5
+    n_tokens = 0
+    for entry in run:
+        (reading,) = entry["reading"]
+        (line,) = [line for line in lines if line.startswith(f"{entry['position']:>4}  ")]
+        shown = re.search(r"reads (\S+) at (\d+) \((\d\.\d\d)\)", line)
+        if reading["token_id"] < 0:
+            assert shown is None and reading["slot"] is None
+            continue
+        assert shown.groups() == (reading["token"], str(reading["position"]), f"{reading['weight']:.2f}")
+        n_tokens += reading["position"] < entry["position"]
+    assert n_tokens > 0
+    console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
+    manager, read = DynamicProbeManager(tmp_path / "pack"), [entry["reading"] for entry in run]
+    with LiveView(console, title="t", above=np.full(40, math.inf)) as view:
+        for event in manager.stream(host, tokenizer(), arguments[1], max_new_tokens=6, do_sample=False, routing=True):
+            view.show(event)
+    with console.capture() as frame:
+        console.print(view.render())
+    shown = re.findall(r"reads (\S+) at (\d+) ", frame.get())
+    assert shown == [(one["token"], str(one["position"])) for (one,) in read if one["token_id"] >= 0]
 
 
 def test_a_seed_gives_the_same_text_twice_and_another_one_another(watch):

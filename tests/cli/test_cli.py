@@ -228,7 +228,7 @@ def test_inspect_says_what_is_in_the_pack():
     )
     assert answer["quality"]["auroc_median"] >= 0.95
     text = cli("inspect", PACK, check=True).stdout
-    assert "every file has its hash" in text and f"auroc_median {answer['quality']['auroc_median']:.3f}" in text
+    assert "every file has its hash" in text and f"AUROC: median {answer['quality']['auroc_median']:.3f}" in text
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,13 @@ from probemon.core.extras import import_arrow
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
+from probemon.core.token_texts import TokenTexts
 from probemon.engine.audit import Audit
 from probemon.errors import AlignmentError, ConfigError
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.hand_loop import described
 from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
 from probemon.tracking.run_recordings import find_recording
-
-_MOST_OF_A_CHARACTER = 4  # tokens; more that do not decode are no character in the making
 
 
 @dataclass(frozen=True)
@@ -179,6 +178,16 @@ class Result:
         """What the descent found of all there was, on the audited tokens (`DynamicProbeManager(audit_rate=...)`)."""
         return Audit.of(self.coverage)
 
+    def before(self, position: int) -> Result:
+        """Return the result of the tokens before a position alone."""
+        kept = np.flatnonzero(self.position < position)
+        tokens = Tokens(
+            self.row[kept], self.position[kept], self.token_id[kept], self.phase[kept], self.scores.take(kept)
+        )
+        return Result(
+            self.pack, self._tokenizer, tokens, self.host, host_changed=self.host_changed, requests=self.requests
+        )
+
     def at(self, row: int, position: int) -> int:
         """The index of a token, for `scores.top(index)` and the other per-token answers."""
         matches = np.flatnonzero((self.row == row) & (self.position == position))
@@ -321,18 +330,14 @@ class Result:
         ids = self.token_id[tokens].tolist()
         if self._tokenizer is None:
             return [f"{token_id} " for token_id in ids]
-        texts, first, done = list[str](), 0, 0
-        for stop in range(1, len(ids) + 1):
-            # Decoded with the tokens before, since a token alone may lose the space that it begins with.
-            before, now = (self._decode(ids[first:at]) for at in (done, stop))
-            is_whole = not now.endswith("\ufffd") or stop - done > _MOST_OF_A_CHARACTER or stop == len(ids)
-            texts.append(now[len(before) :] if is_whole else "")
-            if is_whole and len(now) > len(before):
-                first, done = done, stop
+        pieces = TokenTexts(self._decode)
+        texts = [pieces.add(token_id) for token_id in ids]
+        if texts:
+            texts[-1] += pieces.finish()
         return texts
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def find_result(

@@ -126,6 +126,18 @@ class BemFileError(BemError, ValueError):
     """A folder is not a saved adapter, or a file of it is missing, truncated or edited."""
 
 
+class RequestRefused(ProbemonError, ValueError):
+    """A request to the server is not answered: `.status` of HTTP, the `.param` at fault, if one is, and a `.code`."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+class Blind(ProbemonError, RuntimeError):
+    """The server's taps do not see what its host runs: scores would be missing, or somebody else's."""
+
+
 class MissingExtra(ProbemonError, ImportError):
     """An optional dependency is needed; the message names the extra to install."""
 

@@ -32,6 +32,7 @@ from probemon.cli.packs import hierarchy, quantize
 from probemon.cli.packs import pack as packs
 from probemon.cli.report import report
 from probemon.cli.routing import routing
+from probemon.cli.serve import serve
 from probemon.cli.states import states
 from probemon.cli.terminal import border, say
 from probemon.cli.train import train
@@ -60,6 +61,7 @@ _COMMANDS: dict[Callable[..., Any], str] = {
     calibrate: "Set thresholds of PACK from documents.",
     hierarchy: "Give a flat pack a hierarchy.",
     quantize: "Write an int8 copy of PACK.",
+    serve: "Serve MODEL: OpenAI's API with concepts, and a page.",
     routing: "Generate from MODEL and show where routers send tokens.",
 }
 for command, summary in _COMMANDS.items():

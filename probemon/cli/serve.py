@@ -1,0 +1,89 @@
+"""The command serve.
+
+probemon serve demo                                                # http://127.0.0.1:8321/#token=...
+probemon serve MODEL PACK --port 0 --no-token
+probemon serve MODEL PACK --host 0.0.0.0 --allow-remote --allow-host models.example.org
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+import typer
+
+from probemon.cli.common import load_aloud, pack_for, use_threads
+from probemon.cli.options import AlertSet, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
+from probemon.cli.terminal import say
+from probemon.errors import ConfigError
+
+_TOKEN_BYTES = 32
+
+Host = Annotated[str, typer.Option(help="Address to listen at; others than those of this machine need --allow-remote.")]
+Port = Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.")]
+NoToken = Annotated[
+    bool, typer.Option("--no-token", help="Ask for no token: for an address of this machine alone, which others share.")
+]
+AllowRemote = Annotated[bool, typer.Option("--allow-remote", help="Let other machines ask; a token is asked for.")]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A name by which clients call this server, beside its address; may be repeated."),
+]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
+
+
+def serve(
+    model: Model,
+    pack: PackOfModel = None,
+    more_packs: MorePacks = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8321,
+    no_token: NoToken = False,
+    allow_remote: AllowRemote = False,
+    allow_host: AllowHost = None,
+    max_tokens: MaxTokens = 1024,
+    queue: Queue = 32,
+    alert_set: AlertSet = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    strict: Strict = False,
+) -> None:
+    """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
+
+    Once it is ready it prints its address, with the token that clients give as their API key. Ctrl-C ends it.
+    """
+    from probemon.serving.server import address_of, all_names, check_extra, is_loopback, open_socket, run_server
+
+    check_extra()
+    if not is_loopback(host) and (no_token or not allow_remote):
+        raise ConfigError(
+            f"--host {host} lets other machines ask: "
+            + ("--no-token is for this machine alone" if no_token else "say --allow-remote if that is meant")
+        )
+    names = all_names(host, allow_host or ())
+    from probemon.engine.kernels import check_device
+    from probemon.packs.group import open_packs
+    from probemon.serving.limits import Limits
+
+    limits = Limits(max_tokens=max_tokens, queue=queue)
+    check_device(device)
+    use_threads(threads)
+    opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
+    with open_socket(host, port) as sock:
+        loaded, tokenizer = load_aloud(model, device, dtype)
+        from probemon.manager import DynamicProbeManager
+        from probemon.serving.app import make_app
+        from probemon.serving.served import Served, served_name
+
+        manager = DynamicProbeManager(opened, device=device)
+        if strict:
+            from probemon.host.compatibility import check_host
+
+            check_host(manager.pack, loaded, strict=True)
+        token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
+        served = Served(served_name(model), loaded, tokenizer, manager, limits)
+        app = make_app(served, limits, token=token, hosts=names)
+        address = address_of(sock) + ("" if token is None else f"#token={token}")
+        run_server(app, sock, lambda: say(f"probemon serving at {address}"))

@@ -1,0 +1,220 @@
+"""Answering: one answer of the host, watched while it is generated, with its text, scores and events as they come.
+
+answering = Answering(served, prepared, ids, choice=0, max_tokens=100, tell=tell, cancelled=lambda: False)
+ending = answering.run()                   # in the thread that generates; tell(Piece) has been called meanwhile
+ending.finish_reason, ending.summary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
+from probemon.monitor.result import Result
+from probemon.monitor.rules import Event
+from probemon.serving.answer_text import AnswerText
+from probemon.serving.requests import WantedRule
+from probemon.serving.served import Prepared, Served
+from probemon.serving.token_objects import Told
+from probemon.tracking.align import PlacedTokens
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of an answer: text that may be shown, tokens with scores, rules that were met."""
+
+    choice: int
+    text: str
+    tokens: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an answer ended. `finish_reason`: "stop", "length", "content_filter", or "cancelled" where nobody reads it;
+    `n_tokens`: that were generated for it; `n_unseen`: of them without scores, beside the last.
+    """
+
+    choice: int
+    finish_reason: str
+    text: str
+    summary: dict[str, Any]
+    n_tokens: int
+    n_unseen: int
+
+
+class Answering(StoppingCriteria):
+    """Generates one answer to the prompt `ids` and tells of it. It is the criterion that ends the generation, too.
+
+    With `hold`, one more token is generated than is shown, so that the last one shown has its score, too.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        prepared: Prepared,
+        ids: Sequence[int],
+        *,
+        choice: int,
+        max_tokens: int,
+        tell_prompt: bool,
+        tell: Callable[[Piece], None],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._served, self._prepared, self._ids = served, prepared, ids
+        self._choice, self._max_tokens, self._tell_prompt = choice, max_tokens, tell_prompt
+        self._tell, self._cancelled = tell, cancelled
+        self._hold = prepared.watch.hold
+        self._told = Told(served.manager.pack, prepared.watch.top_k, prepared.shown)
+        self._text = AnswerText(served.decode, prepared.request.stop, hold=self._hold)
+        self._answer_ids: list[int] = []
+        self._tokens: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
+        self._complete = False  # the answer has all its tokens
+        self._stopped_by: dict[str, Any] | None = None
+        self._hidden_from: int | None = None  # the first token that is not shown, with `hold`
+        self._n_unseen = 0
+        self._run: Any = None
+
+    def run(self) -> Ending:
+        """Generate, and return how it ended. Raises what `model.generate` raises."""
+        served, request = self._served, self._prepared.request
+        ids = torch.tensor([list(self._ids)], device=served.model.device)
+        with served.manager.attach(served.model, served.tokenizer) as run:
+            self._run = run
+            for rule, probes in self._prepared.rules:
+                run.on(
+                    list(probes),
+                    above=rule.above,
+                    for_tokens=rule.for_tokens,
+                    aggregate=rule.aggregate,
+                    action=partial(self._met, rule),
+                )
+            run.listen(self._scored)
+            out = served.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=self._max_tokens + self._hold,
+                num_beams=1,
+                num_return_sequences=1,
+                stopping_criteria=StoppingCriteriaList([self]),
+                **served.padding,
+                **request.sampling,
+            )
+        return self._end(run.result(out))
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Take the token that was sampled, tell what is known by now, and say whether it was the last."""
+        # Where the answer is complete, one more was run, for the score of the last that is shown.
+        ends = self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
+        self._flush()
+        return torch.full((len(input_ids),), ends or self._cancelled(), device=input_ids.device)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _take(self, token_id: int) -> bool:
+        """Add a token to the answer; whether it has all its tokens then."""
+        self._answer_ids.append(token_id)
+        self._text.add(token_id)
+        self._complete = self._text.met_stop or len(self._answer_ids) == self._max_tokens
+        return self._complete
+
+    def _met(self, rule: WantedRule, event: Event) -> None:
+        told = self._told.event(event, self._choice, rule.action)
+        self._events.append(told)
+        if rule.action == "stop" and self._stopped_by is None:
+            self._stopped_by = told
+            self._run.stop_mine()
+            if self._hold:
+                self._hide_from(event.column - len(self._ids))
+
+    def _hide_from(self, index: int) -> None:
+        self._hidden_from = index if self._hidden_from is None else min(index, self._hidden_from)
+        self._text.cut_at_token(index)
+
+    def _scored(self, placed: PlacedTokens, scores: Scores) -> None:
+        """Take the scores of some tokens, as a listener of the run."""
+        if placed.phase == PROMPT:
+            if self._tell_prompt:
+                self._tokens += [
+                    self._token(scores, i, column, token_id, self._served.raw_text(token_id), None, PROMPT)
+                    for i, (column, token_id) in enumerate(
+                        zip(placed.columns.tolist(), placed.ids.tolist(), strict=True)
+                    )
+                ]
+            return
+        for i, column in enumerate(placed.columns.tolist()):
+            index = column - len(self._ids)
+            if scores.coverage.unseen[i]:
+                self._n_unseen += 1
+                if self._hold:  # what cannot be judged is not shown
+                    self._run.stop_mine()
+                    self._hide_from(index)
+            if self._hidden_from is None or index < self._hidden_from:
+                self._text.allow(index + 1)
+                self._tokens.append(self._generated(scores, i, index))
+
+    def _generated(self, scores: Scores, i: int, index: int) -> dict[str, Any]:
+        return self._token(
+            scores,
+            i,
+            len(self._ids) + index,
+            self._answer_ids[index],
+            self._text.token_text(index),
+            self._text.span(index),
+            GENERATED,
+        )
+
+    def _token(
+        self, scores: Scores, i: int, position: int, token_id: int, text: str, span: tuple[int, int] | None, phase: int
+    ) -> dict[str, Any]:
+        return self._told.token(
+            scores,
+            i,
+            choice=self._choice,
+            position=position,
+            token_id=token_id,
+            text=text,
+            span=span,
+            phase=PHASES[phase],
+        )
+
+    def _flush(self) -> None:
+        text, tokens, events = self._text.take(), self._tokens, self._events
+        if text or tokens or events:
+            self._tokens, self._events = [], []
+            self._tell(Piece(self._choice, text, tokens, events))
+
+    def _end(self, result: Result) -> Ending:
+        self._text.end()
+        n, n_before = len(self._answer_ids), len(self._ids)
+        result = result.before(n_before + n)
+        last = result.at(0, n_before + n - 1)
+        if self._hidden_from is None:
+            self._text.allow(n)
+            if result.coverage.unseen[last]:  # the host never ran it
+                self._tokens.append(self._generated(result.scores, last, n - 1))
+        self._flush()
+        n_withheld = 0 if self._hidden_from is None else n - self._hidden_from
+        return Ending(
+            self._choice,
+            self._finish_reason(),
+            self._text.text,
+            self._told.summary(result, self._stopped_by, n_withheld),
+            n,
+            self._n_unseen,
+        )
+
+    def _finish_reason(self) -> str:
+        if self._stopped_by is not None or self._hidden_from is not None:
+            return "content_filter"
+        if self._text.met_stop or self._answer_ids[-1] in self._served.end_ids:
+            return "stop"
+        return "length" if self._complete else "cancelled"

@@ -1,0 +1,214 @@
+"""The routes of the server, as an ASGI application.
+
+app = make_app(served, limits, token="...", hosts={"127.0.0.1", "localhost"})
+uvicorn.run(app)
+
+/v1/chat/completions, /v1/completions and /v1/models as OpenAI's; /v1/probemon/... for the page; /healthz, /readyz,
+/metrics. `probemon.serving.guard` stands before all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from probemon.errors import Blind, MissingExtra, RequestRefused
+from probemon.serving.answering import Ending, Piece
+from probemon.serving.answers import Answers, error_chunk, error_object
+from probemon.serving.canary import Canary
+from probemon.serving.event_stream import EventStream, wait_for_disconnect
+from probemon.serving.generator import Failure, Generator, Job
+from probemon.serving.guard import Guard
+from probemon.serving.limits import Limits
+from probemon.serving.metrics import ServingMetrics
+from probemon.serving.outbox import Outbox
+from probemon.serving.page_files import page_files
+from probemon.serving.records import Records
+from probemon.serving.requests import read_request
+from probemon.serving.served import Served
+from probemon.serving.subscribers import EventRing
+from probemon.serving.token_objects import about_pack
+
+_SIGHT_SECONDS = 30.0  # for so long it counts as seeing that tokens were scored
+
+
+def make_app(served: Served, limits: Limits, *, token: str | None, hosts: Collection[str]) -> Guard:
+    """Return the application. It begins to answer in its lifespan. Raises `Blind` where the canary is not seen."""
+    return Guard(_Routes(served, limits).app(), hosts=hosts, token=token, body_bytes=limits.body_bytes)
+
+
+class _Routes:
+    """Each route is a method; what they share is here."""
+
+    def __init__(self, served: Served, limits: Limits) -> None:
+        self._served, self._limits = served, limits
+        self._canary = Canary(served)
+        self._ring, self._records = EventRing(limits), Records(limits)
+        self._generator = Generator(served, self._ring, self._records, limits)
+        self._pack = json.dumps(about_pack(served.manager.pack, served.name), allow_nan=False).encode()
+        self._page, self._created = page_files(), int(time.time())
+        self._looking = asyncio.Lock()
+
+    def app(self) -> Starlette:
+        """Return the application of these routes."""
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", partial(self._complete, "chat"), methods=["POST"]),
+                Route("/v1/completions", partial(self._complete, "completion"), methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/v1/probemon/pack", self._about_pack),
+                Route("/v1/probemon/events", self._events),
+                Route("/v1/probemon/requests", self._list_requests),
+                Route("/v1/probemon/requests/{name}", self._request),
+                Route("/healthz", self._healthy),
+                Route("/readyz", self._ready),
+                Route("/metrics", self._metrics),
+                Route("/", self._file),
+                Route("/page/{name}", self._file),
+            ],
+            exception_handlers={RequestRefused: self._refused, HTTPException: _no_route},
+            lifespan=self._life,
+        )
+
+    @asynccontextmanager
+    async def _life(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(self._generator.close)
+
+    # -- OpenAI's --------------------------------------------------------------------------------
+
+    async def _complete(self, kind: str, http: HttpRequest) -> Any:
+        request = read_request(kind, await http.body(), self._limits)
+        prepared = await asyncio.to_thread(self._served.prepare, request)
+        outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
+        job = self._generator.submit(prepared, outbox)
+        if request.stream:
+            return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=self._limits.stalled_seconds)
+        leaving = asyncio.ensure_future(wait_for_disconnect(http.receive))
+        leaving.add_done_callback(lambda _: outbox.leave())
+        try:
+            return await _whole(job)
+        finally:
+            leaving.cancel()
+
+    async def _models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
+        if name != self._served.name:
+            raise RequestRefused(f"there is no model {name!r:.100} here", "model", status=404, code="model_not_found")
+        return JSONResponse(self._model_object())
+
+    def _model_object(self) -> dict[str, Any]:
+        return {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "probemon"}
+
+    # -- the page's ------------------------------------------------------------------------------
+
+    async def _about_pack(self, http: HttpRequest) -> Response:
+        return Response(self._pack, media_type="application/json")
+
+    async def _events(self, http: HttpRequest) -> Any:
+        given = http.headers.get("last-event-id")
+        after = int(given) if given is not None and given.isdecimal() and len(given) < 16 else None
+        subscriber = self._ring.subscribe(after, self._load)
+        return EventStream(
+            subscriber.chunks(),
+            on_end=partial(self._ring.leave, subscriber),
+            stalled_seconds=self._limits.stalled_seconds,
+        )
+
+    def _load(self) -> dict[str, int]:
+        return {"n_running": self._generator.n_running, "n_waiting": self._generator.n_waiting}
+
+    async def _list_requests(self, http: HttpRequest) -> Response:
+        return JSONResponse({"requests": self._records.list()})
+
+    async def _request(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
+        content = await asyncio.to_thread(self._records.get, name)
+        if content is None:
+            raise RequestRefused(
+                f"request {name!r:.100} is not kept: this server keeps its newest {self._limits.kept_requests}, and"
+                " none from before it was started",
+                status=404,
+                code="request_forgotten",
+            )
+        return Response(content, media_type="application/json")
+
+    async def _file(self, http: HttpRequest) -> Response:
+        name = http.path_params.get("name", "index.html")
+        file = self._page.get(name)
+        if file is None:
+            raise RequestRefused(f"there is no file {name!r:.100} of the page", status=404, code="not_found")
+        return Response(file.content, headers={"content-type": file.content_type})
+
+    # -- for those who run it --------------------------------------------------------------------
+
+    async def _healthy(self, http: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, http: HttpRequest) -> Response:
+        try:
+            async with self._looking:
+                if time.monotonic() - self._generator.counts.seen_at > _SIGHT_SECONDS:
+                    await asyncio.to_thread(self._generator.look, self._canary)
+        except Blind as error:
+            return JSONResponse({"status": "blind", "why": str(error)}, status_code=503)
+        return JSONResponse({"status": "ready"})
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        try:
+            body, content_type = ServingMetrics(self._generator, self._ring).text()
+        except MissingExtra as error:
+            raise RequestRefused(str(error), status=501, code="missing_extra") from error
+        return Response(body, headers={"content-type": content_type})
+
+    def _refused(self, http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, RequestRefused)
+        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+        content = error_object(str(error), error.param, code=error.code, kind=kind)
+        headers = {"retry-after": str(self._generator.retry_after_seconds())} if error.status == 429 else {}
+        return JSONResponse(content, status_code=error.status, headers=headers)
+
+
+async def _chunks(job: Job) -> AsyncGenerator[bytes]:
+    answers = Answers(job)
+    async for told in job.outbox:
+        if isinstance(told, Failure):
+            yield error_chunk(told.message)
+            return
+        yield answers.chunks(told)
+    if not job.cancelled:
+        yield answers.last_chunks()
+
+
+async def _whole(job: Job) -> Response:
+    answers = Answers(job)
+    async for told in job.outbox:
+        if isinstance(told, Failure):
+            content = error_object(told.message, code="answer_failed", kind="server_error")
+            return JSONResponse(content, status_code=500)
+        assert isinstance(told, (Piece, Ending))
+        answers.add(told)
+    if job.cancelled:  # nobody reads it
+        return JSONResponse(error_object("the request was cancelled", code="cancelled"), status_code=499)
+    return JSONResponse(answers.whole())
+
+
+async def _no_route(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    content = error_object(f"{http.method} {http.url.path!r:.100}: {error.detail}", code="not_found")
+    return JSONResponse(content, status_code=error.status_code, headers=error.headers)

@@ -1,0 +1,99 @@
+"""Records: the newest requests with their answers, for permanent links and for pages that open later.
+
+records = Records(limits)
+record = records.begin(request_id, {...})          # answers are added to it as they come
+records.add(record, record["choices"][0]["tokens"], token, n_bytes)
+records.list(), records.get(request_id)            # JSON; None for one that is not kept any more
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from probemon.serving.limits import Limits
+
+_BEGINNING = 200  # characters of what was asked, in the list
+
+
+class Record:
+    """One request: its JSON so far, its size in bytes, and whether more will come."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content, self.n_bytes, self.running = content, len(json.dumps(content)), True
+
+
+class Records:
+    """At most `kept_requests` of `kept_requests_bytes` together; the oldest that have ended go first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._lock = limits, threading.Lock()
+        self._records: OrderedDict[str, Record] = OrderedDict()
+
+    def begin(self, request_id: str, content: dict[str, Any]) -> Record:
+        """Keep a request that begins."""
+        record = Record(content)
+        with self._lock:
+            self._records[request_id] = record
+            self._forget()
+        return record
+
+    def add(self, record: Record, to: list[Any], entry: Any, n_bytes: int) -> None:
+        """Add an entry to a list of a record."""
+        with self._lock:
+            to.append(entry)
+            record.n_bytes += n_bytes
+
+    def set(self, record: Record, of: dict[str, Any], values: dict[str, Any]) -> None:
+        """Set values of an object of a record."""
+        with self._lock:
+            of.update(values)
+            record.n_bytes += len(json.dumps(values))
+
+    def end(self, record: Record) -> None:
+        """Say that a request has ended."""
+        with self._lock:
+            record.running = False
+            self._forget()
+
+    def get(self, request_id: str) -> bytes | None:
+        """Return the whole record."""
+        with self._lock:
+            record = self._records.get(request_id)
+            return None if record is None else json.dumps(record.content).encode()
+
+    def list(self) -> list[dict[str, Any]]:
+        """Return what is kept, the newest first, shortened."""
+        with self._lock:
+            return [
+                {
+                    "request": name,
+                    "created": record.content["created"],
+                    "kind": record.content["kind"],
+                    "beginning": _beginning(record.content),
+                    "running": record.running,
+                    "finish_reasons": [choice["finish_reason"] for choice in record.content["choices"]],
+                }
+                for name, record in reversed(self._records.items())
+            ]
+
+    def _forget(self) -> None:
+        n_bytes = sum(record.n_bytes for record in self._records.values())
+        ended = [name for name, record in self._records.items() if not record.running]
+        for name in ended:
+            if len(self._records) <= self._limits.kept_requests and n_bytes <= self._limits.kept_requests_bytes:
+                return
+            n_bytes -= self._records.pop(name).n_bytes
+
+
+def _beginning(content: dict[str, Any]) -> str:
+    """Return the beginning of what was asked: the last message of a user, or the prompt."""
+    if content["kind"] == "completion":
+        prompt = content["prompt"]
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    else:
+        users = [message for message in content["messages"] if message["role"] == "user"]
+        text = (users or content["messages"])[-1]["content"]
+    return str(text)[:_BEGINNING]

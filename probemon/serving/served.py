@@ -1,0 +1,185 @@
+"""Served: the host, its tokenizer and the manager that a server answers with, and what a request means for them.
+
+served = Served("demo", model, tokenizer, manager, limits)
+prepared = served.prepare(request)           # RequestRefused, before anything runs
+prepared.prompts, prepared.rules, prepared.shown
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probemon.core.hierarchy import Mask
+from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
+from probemon.manager import DynamicProbeManager
+from probemon.monitor.rules import make_rules
+from probemon.serving.limits import Limits
+from probemon.serving.requests import Request, WantedRule, Watch
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def served_name(model: str) -> str:
+    """Return the name by which clients ask for a model: of a folder its last part, else as it was given."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request in tokens and probes. `prompts`: ids of each; `max_tokens`: of the answers to each.
+
+    `rules`: each with the numbers of its probes. `shown [P]`: which probes are told of, None for all.
+    """
+
+    request: Request
+    watch: Watch
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    rules: tuple[tuple[WantedRule, tuple[int, ...]], ...]
+    shown: Mask | None
+
+
+class Served:
+    """`name`: of the model, as clients give it. Any thread may ask."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, manager: DynamicProbeManager, limits: Limits) -> None:
+        self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
+        ends = model.generation_config.eos_token_id
+        self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])
+        pad = model.generation_config.pad_token_id
+        # Of one sequence nothing is padded; where it is not said, transformers tells of what it takes.
+        self.padding = {"pad_token_id": pad if pad is not None else next(iter(self.end_ids - {None}), 0)}
+        config = model.config.get_text_config()
+        self.n_columns: int | None = getattr(config, "max_position_embeddings", None)  # that the host was made to read
+        self.n_ids = model.get_input_embeddings().num_embeddings
+        self._encoding = threading.Lock()  # a fast tokenizer may not be set up by two threads
+
+    @property
+    def decode(self) -> Decode:
+        """The tokenizer's decoder of what is shown, without special tokens."""
+        return partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def raw_text(self, token_id: int) -> str:
+        """Return the text of one token as it is, special or not."""
+        return str(self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    def prepare(self, request: Request) -> Prepared:
+        """Return the request in tokens and probes. Raises `RequestRefused`."""
+        if request.model != self.name:
+            raise RequestRefused(
+                f"there is no model {request.model!r:.100} here: this server has {self.name!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        watch = request.watch or Watch()
+        shown, rules = self._shown(watch), self._rules(watch)
+        prompts = tuple(tuple(ids) for ids in self._encoded(request))
+        param = "messages" if request.kind == "chat" else "prompt"
+        return Prepared(
+            request, watch, prompts, tuple(self._room(ids, request, param) for ids in prompts), rules, shown
+        )
+
+    # -- tokens ----------------------------------------------------------------------------------
+
+    def _encoded(self, request: Request) -> list[Sequence[int]]:
+        if request.kind == "completion":
+            return [self._ids_of(prompt) for prompt in request.prompts]
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestRefused(
+                f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
+            )
+        more: dict[str, Any] = {} if request.tools is None else {"tools": list(request.tools)}
+        try:
+            with self._encoding:
+                ids = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in request.messages],
+                    add_generation_prompt=True,
+                    return_dict=False,
+                    **more,
+                )
+        except Exception as error:  # a template is a program of the model's own, and may refuse what it is given
+            raise RequestRefused(
+                f"the chat template of {self.name} takes these messages not: {str(error)[:300]}", "messages"
+            ) from error
+        return [ids]
+
+    def _ids_of(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            with self._encoding:
+                return list(self.tokenizer(prompt)["input_ids"])
+        if max(prompt) >= self.n_ids:
+            raise RequestRefused(f"prompt has id {max(prompt)}: the model has {self.n_ids} tokens, from 0", "prompt")
+        return prompt
+
+    def _room(self, ids: Sequence[int], request: Request, param: str) -> int:
+        """Return how many tokens an answer may have."""
+        if not ids:
+            raise RequestRefused(f"{param} has no tokens: say something", param)
+        most = self.limits.max_tokens if request.max_tokens is None else request.max_tokens
+        if self.n_columns is None:
+            return most
+        room = self.n_columns - len(ids)
+        if room < 1 or (request.max_tokens is not None and room < request.max_tokens):
+            raise RequestRefused(
+                f"{param} has {len(ids)} tokens and up to {most} are to follow: the model reads at most"
+                f" {self.n_columns} together, so shorten it or ask for fewer",
+                param,
+                code="context_length_exceeded",
+            )
+        return min(most, room)
+
+    # -- concepts --------------------------------------------------------------------------------
+
+    def _shown(self, watch: Watch) -> Mask | None:
+        """Return the probes of the concepts that were named, and of what is below them."""
+        if watch.concepts is None:
+            return None
+        pack, shown = self.manager.pack, np.zeros(self.manager.pack.n_probes, dtype=bool)
+        for at, concept in enumerate(watch.concepts):
+            named = _refused(f"probemon.concepts[{at}]", partial(pack.find_all, concept))
+            for level in pack.tree.levels_below(named):
+                shown[list(level)] = True
+        return shown
+
+    def _rules(self, watch: Watch) -> tuple[tuple[WantedRule, tuple[int, ...]], ...]:
+        rules: list[tuple[WantedRule, tuple[int, ...]]] = []
+        for at, rule in enumerate(watch.rules):
+            made = _refused(
+                f"probemon.rules[{at}]",
+                partial(
+                    make_rules,
+                    self.manager.pack,
+                    rule.concept,
+                    above=rule.above,
+                    for_tokens=rule.for_tokens,
+                    aggregate=rule.aggregate,
+                    action="stop",
+                ),
+            )
+            rules.append((rule, tuple(one.probe for one in made)))
+        probes = [probe for _, probes in rules for probe in probes]
+        if len(probes) > self.limits.names:
+            raise RequestRefused(
+                f"the rules name {len(probes)} concepts: at most {self.limits.names} a request", "probemon.rules"
+            )
+        _refused("probemon.rules", partial(self._check_room, probes))
+        return tuple(rules)
+
+    def _check_room(self, probes: Sequence[int]) -> None:
+        self.manager.engine.check_room(self.manager.plan_with(probes), "the rules of a request")
+
+
+def _refused(param: str, ask: Callable[[], Any]) -> Any:
+    """Return what `ask` does; what it refuses is the parameter's fault."""
+    try:
+        return ask()
+    except (UnknownConcept, ConfigError, ArenaFull) as error:
+        raise RequestRefused(f"{param}: {error}", param) from error

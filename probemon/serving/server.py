@@ -1,0 +1,93 @@
+"""run_server: the server as a program, from its socket to its last answer.
+
+sock = open_socket("127.0.0.1", 8321)              # before anything slow: ConfigError where the port is taken
+run_server(make, sock, token="...", ready=print)   # make(hosts): the application; until a signal ends it
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Collection
+from typing import Any
+
+from probemon.errors import ConfigError, MissingExtra
+
+_GRACE_SECONDS = 5
+
+
+def check_extra() -> None:
+    """Raise `MissingExtra` where what the server stands on is not installed."""
+    try:
+        import starlette
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("probemon serve needs starlette and uvicorn: pip install 'probemon[serve]'") from error
+    del starlette
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. Raises `ConfigError` for what is no address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise ConfigError(f"--host is {host!r}: give an address, such as 127.0.0.1 or ::1") from None
+
+
+def names_of(host: str) -> set[str]:
+    """Return the names by which clients may call a server at an address."""
+    names = {f"[{host}]" if ":" in host else host}
+    return names | {"localhost", "127.0.0.1", "[::1]"} if is_loopback(host) else names
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; port 0 takes a free one. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(128)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(f"cannot listen at {host} port {port}: {error}; give another --port, or 0 for any") from error
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """Return the address of a listening socket, as a URL."""
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def run_server(app: Any, sock: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve until a signal ends it; `ready()` is called once requests are answered."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                ready()
+
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_level="warning",
+        access_log=False,  # what was asked is nobody's but the client's
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        ws="none",
+    )
+    Server(config).run(sockets=[sock])
+
+
+def all_names(host: str, more: Collection[str]) -> set[str]:
+    """Return the names of `names_of` and those that were allowed beside them. Raises `ConfigError`."""
+    for name in more:
+        if not name or "/" in name or " " in name:
+            raise ConfigError(f"--allow-host is {name!r}: give a name, without scheme and port")
+    return names_of(host) | {name.lower() for name in more}

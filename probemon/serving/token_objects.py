@@ -1,0 +1,156 @@
+"""Tokens, events, summaries and packs as the server tells them: objects of JSON, with keys that clients rely on.
+
+told = Told(pack, top_k=3, shown=None)
+told.token(scores, i, choice=0, position=12, token_id=7, text=" whale", span=(4, 10), phase="generated")
+told.event(event, choice=0, action="stop")
+told.summary(result, stopped_by=None)
+about_pack(pack, "demo")
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from probemon.core.aggregate import Doubles
+from probemon.core.hierarchy import Mask
+from probemon.core.scores import Scores
+from probemon.monitor.result import ConceptScore, Result
+from probemon.monitor.rules import Event
+from probemon.monitor.summary import summarise
+from probemon.packs.group import AnyPack, PackGroup
+
+_MOST_STRENGTH = 100.0  # a score of 1 has an infinite one, which is no JSON
+_N_LEADING = 10
+
+
+class Told:
+    """What is told of an answer's tokens. `shown [P]`: of which probes; None for all."""
+
+    def __init__(self, pack: AnyPack, top_k: int, shown: Mask | None) -> None:
+        self._pack, self._top_k, self._shown = pack, top_k, shown
+        threshold = pack.alert_threshold.double().numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._logit = np.log(threshold) - np.log1p(-threshold)  # [P], NaN where there is no threshold
+
+    def token(
+        self,
+        scores: Scores,
+        i: int,
+        *,
+        choice: int,
+        position: int,
+        token_id: int,
+        text: str,
+        span: tuple[int, int] | None,
+        phase: str,
+    ) -> dict[str, Any]:
+        """Return the TOKEN of state `i` of `scores`. `span`: where it lies in the answer, None for a prompt's."""
+        probes, values = scores.active(i), scores.active_scores(i)
+        fired = scores.fired(i)
+        if self._shown is not None:
+            kept = self._shown[probes]
+            probes, values, fired = probes[kept], values[kept], fired[self._shown[fired]]
+        return {
+            "choice": choice,
+            "position": position,
+            "token_id": token_id,
+            "text": text,
+            "start": None if span is None else span[0],
+            "end": None if span is None else span[1],
+            "phase": phase,
+            "top": self._top(probes, values),
+            "fired": fired.tolist(),
+            "n_active": int(scores.coverage.active[i]),
+            "unseen": scores.coverage.unseen[i] or None,
+        }
+
+    def event(self, event: Event, choice: int, action: str) -> dict[str, Any]:
+        """Return the EVENT of a rule that was met."""
+        return {
+            "choice": choice,
+            "concept": event.concept,
+            "name": event.name,
+            "position": event.column,
+            "score": _short(event.value),
+            "threshold": _short(event.above),
+            "action": action,
+            "for_tokens": event.for_tokens,
+            "aggregate": None if event.aggregate == "each" else event.aggregate,
+        }
+
+    def summary(self, result: Result, stopped_by: Any, n_withheld: int) -> dict[str, Any]:
+        """Return the summary of an answer: what was looked at in it, and what it was about."""
+        about = summarise(result, above=self._above())
+        generated = result.scores.take(result.tokens_of(0, "generated"))
+        return {
+            "coverage": generated.coverage.totals(),
+            "leading": [_concept(concept) for concept in about.answer.concepts[:_N_LEADING]],
+            "stopped_by": stopped_by,
+            "n_withheld": n_withheld,
+            "unlike": about.unlike,
+        }
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _above(self) -> Doubles | None:
+        return None if self._shown is None else np.where(self._shown, -math.inf, math.inf)
+
+    def _top(self, probes: Any, values: Any) -> list[list[Any]]:
+        """Return the best by strength, then those without a threshold by score, as `Result.top` ranks them."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            exact = values.astype(np.float64)
+            strength = np.log(exact) - np.log1p(-exact) - self._logit[probes]
+        bare = np.isnan(strength)
+        order = np.lexsort((probes, -np.where(bare, exact, strength), bare))[: self._top_k]
+        return [[int(probes[at]), _short(values[at]), _strength(strength[at])] for at in order]
+
+
+def about_pack(pack: AnyPack, model: str) -> dict[str, Any]:
+    """Return what a page needs of a pack; the place of a concept in the list is its index in TOKENs."""
+    packs = [pack] if not isinstance(pack, PackGroup) else list(pack.packs.values())
+    return {
+        "model": model,
+        "pack": pack.name,
+        "alert_set": pack.alert_set,
+        "score_rule": sorted({one.score_rule for one in packs}),
+        "concepts": [
+            {
+                "id": concept["id"],
+                "name": concept["name"],
+                "level": int(pack.tree.level[probe]),
+                "parents": [int(parent) for parent in pack.tree.parents(probe)],
+                "threshold": _number(float(pack.alert_threshold[probe])),
+                "precision": _number(pack.precision(probe)),
+            }
+            for probe, concept in enumerate(pack.concepts)
+        ],
+    }
+
+
+def _concept(concept: ConceptScore) -> dict[str, Any]:
+    return {
+        "index": concept.probe,
+        "concept": concept.concept,
+        "name": concept.name,
+        "path": list(concept.path),
+        "position": concept.position,
+        "score": _short(concept.score),
+        "strength": _strength(concept.strength),
+        "precision": _number(concept.precision),
+    }
+
+
+def _short(value: Any) -> float:
+    """Return the shortest number that is this one in fp32."""
+    return float(str(np.float32(value)))
+
+
+def _strength(value: float) -> float | None:
+    return None if math.isnan(value) else round(max(-_MOST_STRENGTH, min(_MOST_STRENGTH, float(value))), 4)
+
+
+def _number(value: float) -> float | None:
+    return _short(value) if math.isfinite(value) else None

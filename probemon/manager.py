@@ -67,6 +67,7 @@ class DynamicProbeManager(Scorer):
         on_gap: str | Callable[[Gap], object] = "raise",
         callback_errors: str = "raise",
         keep_tokens: int | None = None,
+        one_thread: bool = False,
         routing: bool | RoutingSettings = False,
     ) -> MonitorRun:
         """Return a context manager that watches an unchanged Hugging Face model: see `MonitorRun` for the options.
@@ -83,6 +84,7 @@ class DynamicProbeManager(Scorer):
             on_gap=on_gap,
             callback_errors=callback_errors,
             keep_tokens=keep_tokens,
+            one_thread=one_thread,
             companion=_recorder(routing),
         )
 

@@ -79,6 +79,8 @@ class MonitorRun:
     `callback_errors`: "raise" `CallbackFailed` when the block ends for what actions, listeners and sinks raised, or
     only "report" it (`run.failures`, the log).
     `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all).
+    `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of its
+    own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is refused.
     `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
 
     Raises `HostMismatch` (hidden size, layer count, strict weights), `NotSupportedHost`, `ConfigError`.
@@ -94,6 +96,7 @@ class MonitorRun:
         on_gap: str | Callable[[Gap], object] = "raise",
         callback_errors: str = "raise",
         keep_tokens: int | None = None,
+        one_thread: bool = False,
         companion: Callable[[Any, Guard], Companion] | None = None,
     ) -> None:
         if on_gap != "raise" and not callable(on_gap):
@@ -134,6 +137,7 @@ class MonitorRun:
             on_gap=None if on_gap == "raise" else self._keep_gap,
             on_end=on_end,
             acts=lambda: self._publisher.acts,
+            one_thread=check_bool("one_thread", one_thread),
         )
         self._stack = ExitStack()
         self._entered = False

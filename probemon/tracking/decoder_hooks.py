@@ -39,6 +39,7 @@ from probemon.tracking.generation import FOLLOWING, ORDER, Generation, PendingTo
 from probemon.tracking.plain_forwards import PlainForwards, refuse_padding
 from probemon.tracking.recording import GAP, Recording
 from probemon.tracking.run_recordings import RunRecordings
+from probemon.tracking.watched_threads import WatchedThreads
 
 # ScoreTokens takes tokens in order, with their hidden states, or with the reason why these were not seen. It returns
 # what reports their scores, called at the end of the forward: with False to throw them away, where the states turned
@@ -55,6 +56,7 @@ class DecoderHooks:
     `on_gap`: called with columns that were not seen, which without it are an error.
     `take_stop()`: whether a stop came while nothing ran.
     `acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error.
+    `threads`: whose forwards are watched.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class DecoderHooks:
         on_gap: Callable[[Gap], None] | None = None,
         take_stop: Callable[[], bool] = lambda: False,
         acts: Callable[[], bool] = lambda: False,
+        threads: WatchedThreads,
     ) -> None:
-        self.model, self.scores, self.open = model, scores, False
+        self.model, self.scores, self.open, self._threads = model, scores, False, threads
         self.recordings = RunRecordings(model, n_probes)
         self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
         self.decoder, _ = find_layers(model)
@@ -156,6 +159,8 @@ class DecoderHooks:
     # -- one forward -----------------------------------------------------------------------------
 
     def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        if self._threads.in_other:
+            return
         begin = time.perf_counter()
         thread = self.thread
         thread.inside = self.called = True
@@ -255,6 +260,8 @@ class DecoderHooks:
 
     def _take_states(self, site: str, hidden: Tensor) -> None:
         """Copy out the states of the open forward's tokens at a site."""
+        if self._threads.in_other:
+            return
         thread = self.thread
         own = self._tap.own.get(site)
         if not thread.shape:

@@ -41,6 +41,7 @@ from probemon.tracking.generation import FOLLOWING, ORDER, FollowedCriteria, Gen
 from probemon.tracking.hand_loop import HandLoop, generate_around
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording
+from probemon.tracking.watched_threads import WatchedThreads
 
 LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
@@ -51,6 +52,7 @@ class Watcher:
     """Resolves everything when made, attaches in `with`, and leaves nothing behind.
 
     `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`, `on_end` is called with its recording.
+    `one_thread`: watch only what the thread generates that enters.
     Raises `NotSupportedHost`, `ConfigError`.
     """
 
@@ -65,11 +67,21 @@ class Watcher:
         on_gap: Callable[[Gap], None] | None = None,
         on_end: Callable[[Recording], None] | None = None,
         acts: Callable[[], bool] = lambda: False,
+        one_thread: bool = False,
     ) -> None:
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
+        self._threads = WatchedThreads(one_thread)
         scores = self.ranks is None or self.ranks.scores
         self._hooks = DecoderHooks(
-            model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts
+            model,
+            sites,
+            n_probes,
+            score,
+            scores=scores,
+            on_gap=on_gap,
+            take_stop=self._take_stop,
+            acts=acts,
+            threads=self._threads,
         )
         self._running: list[Generation] = []
         self._acts = acts
@@ -136,12 +148,16 @@ class Watcher:
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
             self._attaching_thread = threading.get_ident()
+            self._threads.attach()
             self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
                 shadow(stack, self._hooks, self.model, "generate", self._follow_generate)
                 shadow_prepared_inputs(stack, self._hooks, self.model, self._prepare_inputs)
                 shadow_stopping_criteria(stack, self._hooks, self.model, self._follow_criteria)
-                self._hooks.batches.shadow(stack, self._hooks)
+                if self._threads.one_thread:
+                    shadow(stack, self._hooks, self.model, "init_continuous_batching", self._refuse_batches)
+                else:
+                    self._hooks.batches.shadow(stack, self._hooks)
             self._stack = stack.pop_all()
         return self
 
@@ -155,6 +171,8 @@ class Watcher:
     # -- one generate() --------------------------------------------------------------------------
 
     def _follow_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._threads.in_other:
+            return original(*args, **kwargs)
         outer = self._hooks.thread.generation
         self._hooks.called = True
         if outer is not None:
@@ -167,9 +185,7 @@ class Watcher:
                 return original(*args, **kwargs)
         try:
             prompt = read_call(self.model, args, kwargs)
-            self._hooks.abilities.check_generate(
-                prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length
-            )
+            self._hooks.abilities.check_generate(prompt.ways | self._ways_beside(), prompt.length)
             self._check(prompt)
         except BaseException:
             if isinstance(kwargs.get("streamer"), HeldStreamer):
@@ -195,6 +211,10 @@ class Watcher:
         """Follow a loop of forwards in the calling thread as one generation, generated from a column on."""
         if not self.open:
             raise ConfigError("run.generating is for the inside of the with block of attach()")
+        if self._threads.in_other:
+            raise ConfigError(
+                "this run was attached with one_thread: only the thread that entered its block is watched"
+            )
         if self._hooks.thread.generation is not None:
             raise ConfigError(
                 "run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a"
@@ -202,7 +222,7 @@ class Watcher:
             )
         prompt = GenerateCall(from_column, 0)
         self._check(prompt)
-        self._hooks.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
+        self._hooks.abilities.check_generate(self._ways_beside(), from_column)
         generation = Generation(self._hooks.recordings.new(SequenceColumns(from_column)), prompt, by_hand=True)
         loop = HandLoop(generation, self._sample_by_hand, self.current)
         with self._following(generation):
@@ -220,6 +240,10 @@ class Watcher:
                 self._hooks.check_seen(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
         if loop.ids is not None:
             self._keep_output(generation.recording, loop.ids)
+
+    def _ways_beside(self) -> frozenset[str]:
+        """Return the way of generating beside others, where there are others, or may be in threads not watched here."""
+        return frozenset({"beside"} if self._running or self._threads.one_thread else ())
 
     @contextmanager
     def _following(self, generation: Generation) -> Iterator[None]:
@@ -252,7 +276,17 @@ class Watcher:
         if self._on_end is not None:
             self._on_end(recording)
 
+    def _refuse_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._threads.in_other:
+            return original(*args, **kwargs)
+        raise NotSupportedDecoding(
+            "continuous batching generates in a thread of its own, and this run was attached with one_thread, to watch"
+            " the calling thread alone: attach without it"
+        )
+
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._threads.in_other:
+            return original(*args, **kwargs)
         generation = self._hooks.thread.generation
         # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
         # Outside of a generate() somebody prepares the inputs of a loop by hand.
@@ -268,6 +302,8 @@ class Watcher:
 
     def _follow_criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
+        if self._threads.in_other:
+            return criteria
         generation = self._hooks.thread.generation
         self._hooks.called = True
         # Where another run follows it, that was there first.

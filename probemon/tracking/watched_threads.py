@@ -1,0 +1,26 @@
+"""WatchedThreads: whose forwards a run watches: those of every thread, or of the one that attached it.
+
+threads = WatchedThreads(one_thread=True)
+threads.attach()                     # in the thread that enters the block of the run
+threads.in_other                     # in any thread: whether what it runs is not watched
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class WatchedThreads:
+    """`one_thread`: only what the thread generates that attaches."""
+
+    def __init__(self, one_thread: bool) -> None:
+        self.one_thread, self._attached = one_thread, 0
+
+    def attach(self) -> None:
+        """Begin, in the calling thread."""
+        self._attached = threading.get_ident()
+
+    @property
+    def in_other(self) -> bool:
+        """Whether the calling thread is not watched."""
+        return self.one_thread and threading.get_ident() != self._attached

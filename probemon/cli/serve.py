@@ -30,6 +30,7 @@ AllowHost = Annotated[
     typer.Option(metavar="NAME", help="A name by which clients call this server, beside its address; may be repeated."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a thread of its own.")]
 Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
 
 
@@ -43,6 +44,7 @@ def serve(
     allow_remote: AllowRemote = False,
     allow_host: AllowHost = None,
     max_tokens: MaxTokens = 1024,
+    at_once: AtOnce = 2,
     queue: Queue = 32,
     alert_set: AlertSet = None,
     dtype: Dtype = "auto",
@@ -54,7 +56,7 @@ def serve(
 
     Once it is ready it prints its address, with the token that clients give as their API key. Ctrl-C ends it.
     """
-    from probemon.serving.server import address_of, all_names, check_extra, is_loopback, open_socket, run_server
+    from probemon.serving.server import address_of, all_names, check_extra, is_loopback, make_server, open_socket
 
     check_extra()
     if not is_loopback(host) and (no_token or not allow_remote):
@@ -67,7 +69,7 @@ def serve(
     from probemon.packs.group import open_packs
     from probemon.serving.limits import Limits
 
-    limits = Limits(max_tokens=max_tokens, queue=queue)
+    limits = Limits(max_tokens=max_tokens, at_once=at_once, queue=queue)
     check_device(device)
     use_threads(threads)
     opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
@@ -86,4 +88,4 @@ def serve(
         served = Served(served_name(model), loaded, tokenizer, manager, limits)
         app = make_app(served, limits, token=token, hosts=names)
         address = address_of(sock) + ("" if token is None else f"#token={token}")
-        run_server(app, sock, lambda: say(f"probemon serving at {address}"))
+        make_server(app, lambda: say(f"probemon serving at {address}")).run(sockets=[sock])

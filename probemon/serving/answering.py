@@ -8,18 +8,20 @@ ending.finish_reason, ending.summary
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
 from probemon.monitor.result import Result
 from probemon.monitor.rules import Event
 from probemon.serving.answer_text import AnswerText
+from probemon.serving.draws import Draws
 from probemon.serving.requests import WantedRule
 from probemon.serving.served import Prepared, Served
 from probemon.serving.token_objects import Told
@@ -64,6 +66,7 @@ class Answering(StoppingCriteria):
         *,
         choice: int,
         max_tokens: int,
+        seed: int | None,
         tell_prompt: bool,
         tell: Callable[[Piece], None],
         cancelled: Callable[[], bool],
@@ -82,12 +85,16 @@ class Answering(StoppingCriteria):
         self._hidden_from: int | None = None  # the first token that is not shown, with `hold`
         self._n_unseen = 0
         self._run: Any = None
+        self._draws = Draws(seed, served.model.device) if served.draws(prepared.request) else None
 
     def run(self) -> Ending:
         """Generate, and return how it ended. Raises what `model.generate` raises."""
         served, request = self._served, self._prepared.request
         ids = torch.tensor([list(self._ids)], device=served.model.device)
-        with served.manager.attach(served.model, served.tokenizer) as run:
+        with (
+            closing(self._draws) if self._draws is not None else nullcontext(),
+            served.manager.attach(served.model, served.tokenizer, one_thread=True) as run,
+        ):
             self._run = run
             for rule, probes in self._prepared.rules:
                 run.on(
@@ -104,6 +111,7 @@ class Answering(StoppingCriteria):
                 max_new_tokens=self._max_tokens + self._hold,
                 num_beams=1,
                 num_return_sequences=1,
+                logits_processor=LogitsProcessorList([] if self._draws is None else [self._draws]),
                 stopping_criteria=StoppingCriteriaList([self]),
                 **served.padding,
                 **request.sampling,
@@ -112,6 +120,8 @@ class Answering(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Take the token that was sampled, tell what is known by now, and say whether it was the last."""
+        if self._draws is not None:
+            self._draws.end_step()
         # Where the answer is complete, one more was run, for the score of the last that is shown.
         ends = self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
         self._flush()

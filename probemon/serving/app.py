@@ -164,7 +164,8 @@ class _Routes:
         try:
             async with self._looking:
                 if time.monotonic() - self._generator.counts.seen_at > _SIGHT_SECONDS:
-                    await asyncio.to_thread(self._generator.look, self._canary)
+                    await asyncio.to_thread(self._canary.look)
+                    self._generator.counts.note_sight()
         except Blind as error:
             return JSONResponse({"status": "blind", "why": str(error)}, status_code=503)
         return JSONResponse({"status": "ready"})

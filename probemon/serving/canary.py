@@ -38,7 +38,7 @@ class Canary:
     def _scores(self) -> Scores:
         served = self._served
         try:
-            with served.manager.attach(served.model, served.tokenizer) as run:
+            with served.manager.attach(served.model, served.tokenizer, one_thread=True) as run:
                 out = served.model.generate(
                     input_ids=self._ids,
                     attention_mask=torch.ones_like(self._ids),

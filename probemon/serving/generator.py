@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
-from probemon.errors import Blind, RequestRefused
+from probemon.errors import RequestRefused
 from probemon.serving.answering import Answering, Ending, Piece
-from probemon.serving.canary import Canary
 from probemon.serving.counts import Counts
 from probemon.serving.limits import Limits
 from probemon.serving.outbox import Outbox, Stalled
@@ -126,7 +123,6 @@ class Generator:
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
         self._closed = False
-        self._host = threading.Lock()  # a run watches all that its host generates, so one does at a time
         self._threads = [
             threading.Thread(target=self._work, name=f"probemon-serve-{number}", daemon=True)
             for number in range(limits.at_once)
@@ -164,16 +160,6 @@ class Generator:
     def retry_after_seconds(self) -> int:
         """Return after how long a refused client may try again: about when the next request will have ended."""
         return max(1, round(self.counts.mean_seconds))
-
-    def look(self, canary: Canary, timeout_seconds: float = 10.0) -> None:
-        """Run the canary between two answers. Raises `Blind`, also where the host is busy and nothing was scored."""
-        if not self._host.acquire(timeout=timeout_seconds):
-            raise Blind("the host is busy with an answer of which no token was scored lately")
-        try:
-            canary.look()
-        finally:
-            self._host.release()
-        self.counts.note_sight()
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """End what runs at its next token, and forget what waits."""
@@ -233,14 +219,12 @@ class Generator:
                     ids,
                     choice=at * request.n + number,
                     max_tokens=max_tokens,
+                    seed=None if request.seed is None else request.seed + number,
                     tell_prompt=prepared.watch.prompt and number == 0,
                     tell=partial(self._tell, job),
                     cancelled=lambda: job.cancelled,
                 )
-                if request.seed is not None:
-                    torch.manual_seed(request.seed + number)
-                with self._host:
-                    ending = answering.run()
+                ending = answering.run()
                 self.counts.told(len(ids), ending)
                 job.end(ending)
                 if job.cancelled:

@@ -38,7 +38,7 @@ class Limits:
     stops: int = 16
     names: int = 64
     top_k: int = 50
-    at_once: int = 1
+    at_once: int = 2
     queue: int = 32
     subscribers: int = 64
     lag_events: int = 256

@@ -70,6 +70,10 @@ class Served:
         """Return the text of one token as it is, special or not."""
         return str(self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
 
+    def draws(self, request: Request) -> bool:
+        """Whether tokens of its answers are drawn at random."""
+        return bool(request.sampling.get("do_sample", self.model.generation_config.do_sample))
+
     def prepare(self, request: Request) -> Prepared:
         """Return the request in tokens and probes. Raises `RequestRefused`."""
         if request.model != self.name:

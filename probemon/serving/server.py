@@ -1,7 +1,8 @@
-"""run_server: the server as a program, from its socket to its last answer.
+"""The server as a program: where it listens, by which names it is called, how it runs.
 
-sock = open_socket("127.0.0.1", 8321)              # before anything slow: ConfigError where the port is taken
-run_server(make, sock, token="...", ready=print)   # make(hosts): the application; until a signal ends it
+with open_socket("127.0.0.1", 8321) as sock:       # before anything slow: ConfigError where the port is taken
+    app = make_app(served, limits, token="...", hosts=all_names("127.0.0.1", []))
+    make_server(app, ready=lambda: print(address_of(sock))).run(sockets=[sock])
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def address_of(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def run_server(app: Any, sock: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until a signal ends it; `ready()` is called once requests are answered."""
+def make_server(app: Any, ready: Callable[[], None]) -> Any:
+    """Return a `uvicorn.Server`, whose `run(sockets=[sock])` ends with a signal, or `should_exit`; `ready()` is called
+    once requests are answered.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -82,7 +85,7 @@ def run_server(app: Any, sock: socket.socket, ready: Callable[[], None]) -> None
         timeout_graceful_shutdown=_GRACE_SECONDS,
         ws="none",
     )
-    Server(config).run(sockets=[sock])
+    return Server(config)
 
 
 def all_names(host: str, more: Collection[str]) -> set[str]:

@@ -1,0 +1,98 @@
+"""A server on a tiny random host that speaks the demo model's tokens, and clients of it."""
+
+import http.client
+import json
+import threading
+from types import SimpleNamespace
+
+import openai
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from conftest import make_pack
+from probemon import DynamicProbeManager
+from probemon.bundled import FOLDER, cache_dir, load_bundled
+from probemon.serving.app import make_app
+from probemon.serving.limits import Limits
+from probemon.serving.served import Served
+from probemon.serving.server import all_names, make_server, open_socket
+
+TOKEN = "a token of the tests"
+LIMITS = Limits(max_tokens=48, at_once=2, queue=3, lag_events=16, kept_events=64, kept_requests=8, stalled_seconds=2)
+
+
+def tiny_host(tokenizer):
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class Running:
+    """A server in a thread, on a port of its own."""
+
+    def __init__(self, served, limits=LIMITS, token=TOKEN):
+        self.served, self.limits, self.token = served, limits, token
+        self.sock = open_socket("127.0.0.1", 0)
+        self.port = self.sock.getsockname()[1]
+        self.app = make_app(served, limits, token=token, hosts=all_names("127.0.0.1", []))
+        ready = threading.Event()
+        self.server = make_server(self.app, ready.set)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]})
+        self.thread.start()
+        assert ready.wait(30)
+
+    def close(self):
+        self.server.should_exit = True
+        self.thread.join(30)
+        self.sock.close()
+        assert not self.thread.is_alive()
+
+    @property
+    def client(self):
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=self.token, max_retries=0)
+
+    def ask(self, method, path, body=None, **headers):
+        """One request with headers of our own; None takes one of the usual ones away. Status, headers, body."""
+        usual = {"Host": f"127.0.0.1:{self.port}", "Authorization": f"Bearer {self.token}"}
+        if body is not None:
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
+            usual |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        given = usual | {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        for name, value in given.items():
+            if value is not None:
+                connection.putheader(name, value)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        return SimpleNamespace(status=answer.status, headers=answer.headers, content=content)
+
+    def get(self, path):
+        answer = self.ask("GET", path)
+        assert answer.status == 200, answer.content
+        return json.loads(answer.content)
+
+
+def demo_tokenizer():
+    if not (cache_dir() / FOLDER / "tokenizer.json").exists():
+        load_bundled()
+    return AutoTokenizer.from_pretrained(cache_dir() / FOLDER)
+
+
+def tiny_served(folder):
+    tokenizer = demo_tokenizer()
+    host = tiny_host(tokenizer)
+    return Served("tiny", host, tokenizer, DynamicProbeManager(make_pack(folder, host)), LIMITS)

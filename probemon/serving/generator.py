@@ -144,7 +144,9 @@ class Generator:
     def submit(self, prepared: Prepared, outbox: Outbox) -> Job:
         """Queue a request. Raises `RequestRefused` where too many wait."""
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if not job.cancelled)
+            for job in [job for job in self._waiting if job.cancelled]:
+                self._waiting.remove(job)
+                job.finish()
             if len(self._waiting) >= self._limits.queue or self._closed:
                 self.counts.requests["refused"] += 1
                 raise RequestRefused(
@@ -170,6 +172,8 @@ class Generator:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout_seconds)
+        for job in self._waiting:
+            job.finish()
 
     # -- inside ----------------------------------------------------------------------------------
 

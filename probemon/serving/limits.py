@@ -24,8 +24,7 @@ class Limits:
     - `at_once`: requests that are answered at the same time
     - `queue`: requests that wait; what comes then is answered 429
     - `subscribers`: of the stream of events
-    - `lag_events`: that a subscriber may be behind before it loses the oldest
-    - `kept_events`, `kept_events_bytes`: for subscribers that come back
+    - `kept_events`, `kept_events_bytes`: for subscribers; who is further behind loses the oldest
     - `kept_requests`, `kept_requests_bytes`: for permanent links
     - `waiting_bytes`: of an answer whose client does not read, before its generation waits
     - `stalled_seconds`: that it then waits before it ends
@@ -41,7 +40,6 @@ class Limits:
     at_once: int = 2
     queue: int = 32
     subscribers: int = 64
-    lag_events: int = 256
     kept_events: int = 4096
     kept_events_bytes: int = 8 << 20
     kept_requests: int = 100

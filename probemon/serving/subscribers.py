@@ -7,7 +7,7 @@ async for chunk in subscriber.chunks(): ...        # bytes of text/event-stream
 ring.leave(subscriber)
 
 There is one ring for all: a subscriber is a place in it, so that one who never reads costs nothing. Who is further
-behind than `lag_events`, or than what is kept, is told by a `gap` how many events it lost, and which.
+behind than what is kept is told by a `gap` how many events it lost, and which.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from probemon.errors import RequestRefused
@@ -57,7 +58,7 @@ class EventRing:
     def n_behind(self) -> int:
         """Return how many events are lost to subscribers who have not read far enough yet to be told."""
         with self._lock:
-            return sum(max(0, self._oldest_for(one) - one.next_id) for one in self._subscribers)
+            return sum(max(0, self._first_id - one.next_id) for one in self._subscribers)
 
     def publish(self, kind: str, content: Mapping[str, Any] | str) -> None:
         """Add an event; `content` may be JSON already."""
@@ -102,7 +103,7 @@ class EventRing:
     def read(self, subscriber: Subscriber) -> bytes:
         """Return what is new for a subscriber, with the gap before it."""
         with self._lock:
-            oldest, chunks = self._oldest_for(subscriber), list[bytes]()
+            oldest, chunks = self._first_id, list[bytes]()
             if subscriber.next_id < oldest:
                 gap = {
                     "n_dropped": oldest - subscriber.next_id,
@@ -112,18 +113,11 @@ class EventRing:
                 self.n_lost += gap["n_dropped"]
                 chunks.append(f"id: {oldest - 1}\nevent: gap\ndata: {json.dumps(gap)}\n\n".encode())
                 subscriber.next_id = oldest
-            begin = subscriber.next_id - self._first_id
-            chunks += [self._events[at] for at in range(begin, len(self._events))]
+            chunks += islice(self._events, subscriber.next_id - oldest, None)
             subscriber.next_id = self.last_id + 1
         return b"".join(chunks)
 
     # -- inside ----------------------------------------------------------------------------------
-
-    def _oldest_for(self, subscriber: Subscriber) -> int:
-        """Return the oldest id that a subscriber can still have: who has come back may have all that is kept."""
-        if subscriber.is_new:
-            return self._first_id
-        return max(self._first_id, self.last_id + 1 - self._limits.lag_events)
 
     def _wake(self) -> None:
         with self._lock:
@@ -137,7 +131,7 @@ class Subscriber:
     """A place in the ring. It alone reads from there."""
 
     def __init__(self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]]) -> None:
-        self.next_id, self.news, self.is_new = next_id, asyncio.Event(), True
+        self.next_id, self.news = next_id, asyncio.Event()
         self._ring, self._hello = ring, hello
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -148,7 +142,6 @@ class Subscriber:
         while True:
             self.news.clear()
             chunk = ring.read(self)
-            self.is_new = False
             if chunk:
                 yield chunk
                 continue

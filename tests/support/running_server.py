@@ -18,7 +18,7 @@ from probemon.serving.served import Served
 from probemon.serving.server import all_names, make_server, open_socket
 
 TOKEN = "a token of the tests"
-LIMITS = Limits(max_tokens=48, at_once=2, queue=3, lag_events=16, kept_events=64, kept_requests=8, stalled_seconds=2)
+LIMITS = Limits(max_tokens=48, at_once=2, queue=3, kept_events=64, kept_requests=8, stalled_seconds=2)
 
 
 def tiny_host(tokenizer):
@@ -51,16 +51,15 @@ class Running:
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]})
         self.thread.start()
         assert ready.wait(30)
+        url = f"http://127.0.0.1:{self.port}/v1"
+        self.client = openai.OpenAI(base_url=url, api_key=token or "none", max_retries=0)
 
     def close(self):
+        self.client.close()
         self.server.should_exit = True
         self.thread.join(30)
         self.sock.close()
         assert not self.thread.is_alive()
-
-    @property
-    def client(self):
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=self.token, max_retries=0)
 
     def ask(self, method, path, body=None, **headers):
         """One request with headers of our own; None takes one of the usual ones away. Status, headers, body."""

@@ -388,11 +388,8 @@ MUTATIONS = [
     ),
     (
         "tracking/watcher.py",
-        (
-            '            self._hooks.abilities.check_generate(\n                prompt.ways | ({"beside"} if'
-            " self._running else frozenset()), prompt.length\n            )"
-        ),
-        "            self._hooks.abilities.check_generate(prompt.ways | frozenset(), prompt.length)",
+        'frozenset({"beside"} if self._running or self._threads.one_thread else ())',
+        "frozenset()",
         "two sequences in one module's state are scored",
     ),
     (

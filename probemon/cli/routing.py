@@ -1,6 +1,7 @@
 """The command routing.
 
 probemon routing mixtral-folder --prompt "Tell me about whales."
+probemon routing mamba2-folder --states --prompt "Tell me about whales."
 probemon routing demo --bem adapter/ --prompt "Tell me about whales." --out routing.parquet
 """
 
@@ -41,6 +42,10 @@ def routing(
     out: Annotated[
         Path | None, typer.Option(help="Where every decision is written: a name that ends with .jsonl or .parquet.")
     ] = None,
+    states: Annotated[
+        bool,
+        typer.Option("--states", help="Follow the states of recurrent layers too: norm, growth, what is new in them."),
+    ] = False,
     window: Annotated[int, typer.Option(help="Tokens of the smallest windows that alerts look at.")] = 256,
     plain: Plain = False,
     as_json: JsonBesideView = False,
@@ -48,9 +53,10 @@ def routing(
     device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
-    """Generate from MODEL and show where its routers send each token: experts, X-LoRA, BEM codes.
+    """Generate from MODEL and show where its routers send each token (experts, X-LoRA, BEM codes), and how far back the
+    states of its recurrent layers reach.
 
-    The demo model has no router of its own: give it an adapter with --bem.
+    The demo model has neither: give it an adapter with --bem.
     """
     check_generation(prompt, max_new_tokens)
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
@@ -72,12 +78,16 @@ def routing(
     sink = None if out is None else RoutingParquet(out) if out.suffix == ".parquet" else RoutingJsonLines(out)
     host, tokenizer = load_aloud(model, device, dtype)
     adapter = None if bem is None else attach_bem(host, bem)
-    monitor = RoutingMonitor(host, RoutingSettings(bem=adapter, window=window))
+    monitor = RoutingMonitor(host, RoutingSettings(bem=adapter, states=states, window=window))
+    if sink is not None and not monitor.sources:
+        raise ConfigError(f"--out is for decisions of routers, and {model} has none: --json has what its layers keep")
     console = terminal(soft_wrap=False, error=as_json)
     view: PlainRouting | LiveRouting
     if plain or not console.is_terminal:
         view = PlainRouting(console)
-        console.print(f"{model}: {len(monitor.sites)} routers watched; prompt: {prompt}")
+        n_layers = 0 if monitor.states is None else len(monitor.states.sites)
+        layers = f", {n_layers} recurrent layers" if n_layers else ""
+        console.print(f"{model}: {len(monitor.sites) - n_layers} routers{layers} watched; prompt: {prompt}")
     else:
         view = LiveRouting(console, title=f"{model} routing")
     with view:
@@ -108,11 +118,14 @@ def _generate(
     encoded = encode(tokenizer, chat_messages(tokenizer, prompt))
     inputs = {name: encoded[name].to(host.device) for name in ("input_ids", "attention_mask") if name in encoded}
     streamer = Ids()
-    monitor.listen(
-        lambda placed, decisions, record: view.show(
-            lambda position: tokenizer.decode([streamer.ids[position]]), record, monitor.report
-        )
-    )
+
+    def token(position: int) -> str:
+        return str(tokenizer.decode([streamer.ids[position]]))
+
+    if monitor.sources:
+        monitor.listen(lambda placed, decisions, record: view.show(token, record, monitor.report))
+    elif monitor.states is not None:  # beside routers they are in the tables alone
+        monitor.states.listen(lambda row, placed, told: view.show_states(token, placed, told, monitor.report))
     monitor.on_alert(view.show_alert)
     with monitor:
         if sink is not None:

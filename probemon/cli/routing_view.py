@@ -1,4 +1,4 @@
-"""The live view of routing: the text so far, each router's entropies and load, alerts.
+"""The live view of routing: the text so far, each router's entropies and load, what recurrent layers keep, alerts.
 
 with LiveRouting(console, title="...") as view:          # or PlainRouting, one line a token, for pipes
     view.show(token, record, recorder.report)            # with every record; token: the text at a position
@@ -22,6 +22,8 @@ from probemon.cli.terminal import harmless, plain_table
 from probemon.telemetry.alerts import Alert
 from probemon.telemetry.decisions import BEM
 from probemon.telemetry.records import RoutingRecord
+from probemon.telemetry.recurrent.tally import Told
+from probemon.tracking.align import PlacedTokens
 
 _BAR = "▁▂▃▄▅▆▇█"
 _WIDE = 32  # bars of a load; more experts share them
@@ -37,7 +39,15 @@ _CODES = (
     ("sure", "confidence", ".2f"),
     ("flips", "flip_rate", ".2f"), ("reused", "code_reuse_rate", ".1%"),
 )  # fmt: skip
+# Of recurrent layers, in tokens or as shares; and what is known where states are followed.
+_STATES = (
+    ("half-life", "half_life_p50", ".3g"), ("holds", "length_mean", ".1f"), ("step", "delta_p50", ".3g"),
+    ("forgets", "forgets", ".1%"), ("keeps", "keeps", ".1%"), ("at limit", "at_limit", ".1%"),
+    ("resets", "resets", "d"),
+)  # fmt: skip
+_FOLLOWED = (("norm", "norm", ".3g"), ("new", "update_share", ".2f"), ("rank", "effective_rank", ".1f"))
 Report = Callable[[], Mapping[str, Any]]
+Token = Callable[[int], str]
 
 
 class PlainRouting:
@@ -60,6 +70,14 @@ class PlainRouting:
             parts = [_decision(line) for line in lines[:_ROUTERS]]
             if len(lines) > _ROUTERS:
                 parts.append(f"and {len(lines) - _ROUTERS} more routers")
+            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+
+    def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
+        """Print a line for each token: how many tokens the first recurrent layers hold, and where they forgot all."""
+        for i, position in enumerate(placed.columns.tolist()):
+            parts = [part for names, of_layers in told.items() for part in _reaches(names.split(), of_layers, i)]
+            if len(parts) > _ROUTERS:
+                parts = [*parts[:_ROUTERS], f"and {len(parts) - _ROUTERS} more layers"]
             self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
 
     def show_alert(self, alert: Alert) -> None:
@@ -96,6 +114,11 @@ class LiveRouting:
             self._text += harmless(token(position), keep="\n")
         self._live.update(self.render(report()), refresh=True)
 
+    def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
+        """Show what is known now, with the text to the newest token."""
+        self._text += "".join(harmless(token(position), keep="\n") for position in placed.columns.tolist())
+        self._live.update(self.render(report()), refresh=True)
+
     def show_alert(self, alert: Alert) -> None:
         """Do nothing: the report that is shown next has it."""
 
@@ -105,8 +128,9 @@ class LiveRouting:
         tail = Text(self._text[-3 * columns :])
         n_lines = len(tail.wrap(self._console, columns))
         room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
+        watched = [*tables(report["streams"], room), *state_table(report["states"], room)]
         return Panel(
-            Group(tail, Text(), *tables(report["streams"], room), Text(), *_foot(report)),
+            Group(tail, Text(), *watched, Text(), *_foot(report)),
             title=self._title,
             title_align="left",
             border_style="dim",
@@ -139,6 +163,32 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
     return parts
 
 
+def state_table(states: Mapping[str, Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
+    """Return a table of the recurrent layers, at most `room` of them; none where there are none."""
+    if not states:
+        return []
+    broken = (("not finite", "n_not_finite", "d"),) if any(told["n_not_finite"] for told in states.values()) else ()
+    followed = _FOLLOWED if any("norm" in told for told in states.values()) else ()
+    columns = (*_STATES, *followed, *broken)
+    table = plain_table()
+    table.add_column("layer", no_wrap=True)
+    for heading, *_ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, told in list(states.items())[:room]:
+        values = [format(told[key], style) if told.get(key) is not None else "-" for _, key, style in columns]
+        table.add_row(Text(harmless(name)), *values)
+    more = [Text(f"and {len(states) - room} more layers", style="dim")] if len(states) > room else []
+    return [table, *more]
+
+
+def _reaches(names: Sequence[str], told: Told, i: int) -> list[str]:
+    lengths, resets = told.length[:, i].mean(dim=-1).tolist(), told.resets[:, i].tolist()
+    return [
+        f"{name} holds {length:.1f}{', reset' if reset else ''}"
+        for name, length, reset in zip(names, lengths, resets, strict=True)
+    ]
+
+
 def load_bars(load: Sequence[float]) -> Text:
     """Return a bar for each expert: a full one for twice the mean load or more, a dot for none.
 
@@ -157,7 +207,7 @@ def load_bars(load: Sequence[float]) -> Text:
 
 def summary(console: Console, report: Mapping[str, Any]) -> None:
     """Print every router, the costs and the alerts."""
-    for part in (*tables(report["streams"]), *_foot(report)):
+    for part in (*tables(report["streams"]), *state_table(report["states"]), *_foot(report)):
         console.print(part, soft_wrap=True)
 
 

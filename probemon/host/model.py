@@ -22,6 +22,7 @@ from probemon.host.internals import (
     all_modules,
     compiled_attributes,
     forget_generates_graph,
+    has_accelerate_hook,
     is_adaption_prompt_class,
     is_dropout,
     is_tuner_class,
@@ -199,7 +200,8 @@ def host_state(model: Any) -> HostState:
 
 def weights_in_memory(module: nn.Module) -> Any:
     """For the time of the block, a module's own parameters that accelerate keeps elsewhere are here."""
-    if not any(p.device.type == "meta" for p in module.parameters(recurse=False)):
+    elsewhere = any(p.device.type == "meta" for p in module.parameters(recurse=False))
+    if not elsewhere or not has_accelerate_hook(module):
         return nullcontext()
     from accelerate.utils import align_module_device
 

@@ -37,7 +37,7 @@ class Failures:
 
     def add(self, what: str, error: BaseException) -> None:
         """Keep and log what `what` raised."""
-        kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        kept = as_exception(error)
         self.n_errors += 1
         if len(self.errors) < MAX_KEPT:
             self.errors.append(kept)
@@ -52,3 +52,8 @@ class Failures:
                 f' {type(first).__name__}: {first}. callback_errors="report" only reports them',
                 self.errors,
             ) from first
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return the error itself, or one that names it where `except Exception` would not catch it."""
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))

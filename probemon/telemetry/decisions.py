@@ -25,6 +25,7 @@ Numbers = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 
 MOE, XLORA, BEM, SLOTS = "moe", "xlora", "bem", "memory"
+SSM = "ssm"  # no router, and nothing is decided: a layer that keeps a state
 LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code, rounded: beyond it its products would leave no room in 64 bits
 SAME = 1e-4  # codes that differ by less, relative to their size, are one: a prompt's and a step's sums differ in order
 # Fields [S, n, ...]; the others are [n].
@@ -35,8 +36,8 @@ _BY_STREAM = ("raw", "weights", "top_idx", "top_w", "top_position", "top_token",
 class Stream:
     """One router: its `source`, the site where it is read, its host layer, its BEM level.
 
-    `source` is "moe", "xlora", "bem" or "memory". `layer` is -1 where it is of no layer in particular, `level` "" where
-    it gives no BEM code.
+    `source` is "moe", "xlora", "bem" or "memory"; of a recurrent layer, in alerts alone, "ssm". `layer` is -1 where it
+    is of no layer in particular, `level` "" where it gives no BEM code.
     """
 
     source: str

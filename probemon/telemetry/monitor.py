@@ -1,4 +1,4 @@
-"""RoutingMonitor: watches the routers of one host model while its `with` block is open.
+"""RoutingMonitor: watches the routers and the recurrent layers of one host model while its `with` block is open.
 
     with RoutingMonitor(model) as monitor:
         monitor.add_sink(RoutingParquet("routing.parquet"))
@@ -24,8 +24,8 @@ from typing import Any
 from probemon.core.scores import Gap
 from probemon.errors import CallbackFailed, ConfigError
 from probemon.host.model import unwrap
-from probemon.monitor.failures import Failures
-from probemon.telemetry.recorder import RoutingRecorder, as_exception
+from probemon.monitor.failures import Failures, as_exception
+from probemon.telemetry.recorder import RoutingRecorder
 from probemon.telemetry.settings import RoutingSettings
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import Generation, States
@@ -38,8 +38,8 @@ class RoutingMonitor(RoutingRecorder):
     """A recorder that watches a model by itself, without probes.
 
     `settings` may also be given by name: `RoutingMonitor(model, bem=bem)`. `on_gap` is that of `manager.attach`. Raises
-    `NotSupportedHost` where no router is known, `ConfigError` (`UnknownSetting` for a typo). Errors of sinks, listeners
-    and actions on alerts are raised as `CallbackFailed` when the block ends.
+    `NotSupportedHost` where no router and no recurrent layer is known, `ConfigError` (`UnknownSetting` for a typo).
+    Errors of sinks, listeners and actions on alerts are raised as `CallbackFailed` when the block ends.
     """
 
     def __init__(

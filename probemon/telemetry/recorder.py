@@ -27,14 +27,17 @@ from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, PHASES, PROMPT
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
+from probemon.host.recurrent.mixers import find_mixers
 from probemon.monitor.delivery import Delivery
+from probemon.monitor.failures import as_exception
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
 from probemon.telemetry.baseline import check_baseline, entries, read_baseline, write_baseline
 from probemon.telemetry.captures import timed, to_host
 from probemon.telemetry.decisions import BEM, XLORA, Changes, Decisions, History, Singles, Stream
 from probemon.telemetry.latency import Latencies
 from probemon.telemetry.records import RoutingRecord
-from probemon.telemetry.routers import BemController, Source, find_sources
+from probemon.telemetry.recurrent.recorder import StateRecorder
+from probemon.telemetry.routers import BemController, Source, find_sources, no_router
 from probemon.telemetry.settings import RoutingSettings
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.slot_memories import NewestReads
@@ -71,6 +74,9 @@ class _SourceState:
 class RoutingRecorder:
     """Records what the routers of a model decide about accepted tokens. Raises `NotSupportedHost`, `ConfigError`.
 
+    Recurrent layers decide nothing: what they keep is added up by `states`, a `StateRecorder`, None in other hosts. It
+    is in the report, in the alerts and in `unjudged`, and in no record.
+
     `guard(what, function, *arguments)` calls a function of the user's, and keeps its errors from the host.
 
     With beams, decisions are recorded when `generate()` returns. One that several returned sequences share (in their
@@ -88,6 +94,11 @@ class RoutingRecorder:
         self.run_id = settings.run_id or uuid.uuid4().hex
         self.n_unseen = self.n_tokens = 0
         self.n_alerts = 0  # raised so far
+        self.states: StateRecorder | None = None
+        if any(find_mixers(model)):
+            self.states = StateRecorder(model, states=settings.states, guard=guard, on_alert=self._report_alerts)
+        elif not self.sources:
+            raise no_router(model)
         self._settings, self._guard = settings, guard
         self._baseline = {} if settings.baseline is None else read_baseline(settings.baseline)
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)
@@ -109,7 +120,8 @@ class RoutingRecorder:
         self._on_alert: list[Callable[[Alert], object]] = []
         self._lock, self._closed = threading.RLock(), False
         self._reading = threading.local()
-        self.sites = [timed(site, self._reading) for source in self.sources for site in source.sites]  # for a Watcher
+        routers = [timed(site, self._reading) for source in self.sources for site in source.sites]
+        self.sites = [*routers, *(self.states.sites if self.states is not None else ())]  # for a Watcher
 
     # -- the face --------------------------------------------------------------------------------
 
@@ -122,6 +134,11 @@ class RoutingRecorder:
             raise ConfigError("the block has ended, so this sink would be given nothing: add it before")
         if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
             raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.telemetry.records")
+        if not self.sources:
+            raise ConfigError(
+                "the host has recurrent layers and no router, so there are no decisions to write: report() has what its"
+                " layers keep, and states.listen(...) every token"
+            )
         self._deliveries.append(Delivery(sink, [], max_batches=max_batches))
         return self._deliveries[-1]
 
@@ -147,12 +164,13 @@ class RoutingRecorder:
         """The alerts that hold now."""
         with self._lock:
             routed = [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
-        return [*routed, *self.latency.raised]
+        return [*routed, *(self.states.alerts if self.states is not None else ()), *self.latency.raised]
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of alert that its rules raise, each once."""
-        return sorted({rule.kind for rule in self._settings.rules} | self.latency.alert_kinds)
+        states = () if self.states is None else self.states.kinds
+        return sorted({rule.kind for rule in self._settings.rules} | self.latency.alert_kinds | set(states))
 
     def save_baseline(self, path: str | os.PathLike[str]) -> None:
         """Write what drifts are measured from, for `baseline=` of another run.
@@ -186,7 +204,8 @@ class RoutingRecorder:
     def report(self) -> dict[str, Any]:
         """Return everything so far, for JSON.
 
-        - `streams`: each router with its metrics.
+        - `streams`: each router with its metrics; `states`: each recurrent layer with what it keeps
+          (`StateTally.report`).
         - `latency_us`: of a decision's capture.
         - `seconds`: of forwards, of the controller and of tokens: how many, and quantiles.
         - `memory_watermark_bytes`: the most that was in use.
@@ -210,9 +229,10 @@ class RoutingRecorder:
             watermark = max([self._memory()[0], *(tally.memory_watermark_bytes for tally in self._tallies.values())])
             return {
                 "run_id": self.run_id,
-                "n_tokens": self.n_tokens,
+                "n_tokens": self.n_tokens if self.sources or self.states is None else self.states.n_tokens,
                 "n_unseen": self.n_unseen,
                 "streams": streams,
+                "states": {} if self.states is None else self.states.report(),
                 "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
                 "latency_relative_error": latency.relative_error,
                 "seconds": self.latency.as_dict(),
@@ -251,9 +271,9 @@ class RoutingRecorder:
         unjudged += [
             (rule, rule.needs(0, 1, window))
             for i, rule in enumerate(rules)
-            if i not in judged and (rule not in DEFAULT_RULES or not judged)
+            if i not in judged and (rule not in DEFAULT_RULES or not (judged or not self.sources))
         ]
-        most: dict[str, int] = {}
+        most = {} if self.states is None else self.states.unjudged
         for rule, needed in unjudged:
             most[rule.kind] = max(most.get(rule.kind, 0), needed)
         return most
@@ -309,11 +329,15 @@ class RoutingRecorder:
         def both(
             generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
         ) -> Report | None:
-            record, report_scores = self.take(recording, placed, states), score(generation, recording, placed, states)
+            taken = [self.take(recording, placed, states)]
+            if self.states is not None:
+                taken.append(self.states.take(recording, placed, states))
+            report_scores = score(generation, recording, placed, states)
 
             def report_both(report: bool) -> None:
-                if record is not None and report:
-                    record()
+                for record in taken:
+                    if record is not None and report:
+                        record()
                 if report_scores is not None:
                     report_scores(report)
 
@@ -331,6 +355,8 @@ class RoutingRecorder:
 
     def ended(self, recording: Recording) -> None:
         """Count what beams decided: a generation returned, so that it is known which decisions are of its output."""
+        if self.states is not None:
+            self.states.ended(recording)
         with self._lock:
             for number, state in self._states.pop(recording, {}).items():
                 if state.pending:
@@ -465,8 +491,3 @@ class RoutingRecorder:
                 self.n_alerts += alert.raised
             for action in self._on_alert:
                 self._guard("an action on an alert", action, alert)
-
-
-def as_exception(error: BaseException) -> Exception:
-    """Return the error itself, or one that names it where `except Exception` would not catch it."""
-    return error if isinstance(error, Exception) else RuntimeError(repr(error))

@@ -53,8 +53,7 @@ class Source(Protocol):
 def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
     """Return every router of an unwrapped host: of its layers, of its memories, of X-LoRA, and of `bem`.
 
-    `bem` is what attach_bem returned, or its controller. Raises `NotSupportedHost` where there is no router,
-    `ConfigError` for an adapter that is not on this host.
+    `bem` is what attach_bem returned, or its controller. Raises `ConfigError` for an adapter that is not on this host.
     """
     groups: dict[tuple[int, int], list[tuple[str, int, nn.Module]]] = {}
     for name, layer, router in _routers(model):
@@ -66,14 +65,17 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
         sources.append(XLoraClassifier(xlora[0]))
     if bem is not None:
         sources.append(BemController(bem, model))
-    if not sources:
-        raise NotSupportedHost(
-            f"{type(model).__name__} has no router that is known: no experts (modules of its layers with weight"
-            " [experts, hidden size] and top_k), no memory slots (LtmForCausalLM) and no X-LoRA. A BEM adapter is"
-            " watched where it is named, as what attach_bem returned: manager.attach(...,"
-            " routing=RoutingSettings(bem=bem)), RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
-        )
     return sources
+
+
+def no_router(model: Any) -> NotSupportedHost:
+    """Return the error for a host without anything to watch."""
+    return NotSupportedHost(
+        f"{type(model).__name__} has no router that is known: no experts (modules of its layers with weight [experts,"
+        " hidden size] and top_k), no memory slots (LtmForCausalLM), no X-LoRA and no recurrent layer. A BEM adapter"
+        " is watched where it is named, as what attach_bem returned: manager.attach(...,"
+        " routing=RoutingSettings(bem=bem)), RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
+    )
 
 
 def _routers(model: Any) -> Iterator[tuple[str, int, Any]]:

@@ -76,6 +76,16 @@ class RoutingMetrics(Collector):
                     metrics.add_metric([*labels, metric], stream[metric])
         yield from (decided, metrics)
         family = GaugeMetricFamily(
+            "probemon_recurrent",
+            "A metric of a recurrent layer over all tokens so far: see docs/recurrent-hosts.md",
+            labels=["site", "metric"],
+        )
+        for site, told in report["states"].items():
+            for metric, value in told.items():
+                if value is not None:
+                    family.add_metric([site, metric], value)
+        yield family
+        family = GaugeMetricFamily(
             "probemon_routing_alerts", "Alerts of routing that hold now, by their rule", labels=["kind"]
         )
         kinds = [alert.kind for alert in self._routing.alerts]

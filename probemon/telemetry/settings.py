@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.checks import check_count, check_settings
+from probemon.core.checks import check_bool, check_count, check_settings
 from probemon.errors import ConfigError
 from probemon.telemetry.alerts import DEFAULT_RULES, Rule
 from probemon.telemetry.latency import LatencyLimit, MemorySpike
@@ -21,6 +21,8 @@ class RoutingSettings:
     - `rules`: for alerts.
     - `window`: tokens of their smallest windows.
     - `bem`: what `attach_bem` returned, or its controller.
+    - `states`: whether the states of recurrent layers are followed (norm, growth, what is new), not their steps alone:
+      it costs about as much as the host's own recurrence.
     - `run_id`: stands in every record; else one is made.
     - `memory`: a function that returns bytes in use and bytes there are; else the GPU's or the process's.
     - `baseline`: what drifts are measured from: the report of an earlier run, or the file that `save_baseline` wrote.
@@ -33,6 +35,7 @@ class RoutingSettings:
     rules: tuple[Rule, ...] = DEFAULT_RULES
     window: int = WINDOW
     bem: Any = None
+    states: bool = False
     run_id: str = ""
     memory: Memory | None = None
     baseline: Any = None
@@ -44,6 +47,7 @@ class RoutingSettings:
         object.__setattr__(
             self, "window", check_count("window", self.window, least=1, remedy="it counts tokens, so give 1 or more")
         )
+        check_bool("states", self.states)
         if self.memory is not None and not callable(self.memory):
             raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
         if not isinstance(self.rules, (tuple, list)):

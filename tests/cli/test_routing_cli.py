@@ -17,6 +17,8 @@ from probemon.cli.routing_view import LiveRouting, PlainRouting, load_bars, summ
 from probemon.models.ltm import LtmConfig, LtmForCausalLM
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.alerts import Rule
+from probemon.telemetry.recurrent import StateMonitor
+from recurrent_hosts import make_host
 from routed_hosts import GREEDY, PROMPT, make_bem, make_moe
 
 SAY = "w1 w44 w3 w17 w8"
@@ -88,6 +90,37 @@ def test_reads_of_memory_slots_name_the_token_that_is_read(tmp_path, run):
     assert first.endswith("nothing (1.00), entropy 0.00")  # no segment has ended: the null slot
     named = re.findall(r"slot \d: token (\d+) at (\d+)", last)
     assert len(named) == 4 and all(ids[int(position)] == int(token) for token, position in named)
+
+
+def test_recurrent_layers_are_shown_with_how_far_back_they_reach(tmp_path, run):
+    host = make_host("mamba2", vocab_size=len(tokenizer()))
+    folder = saved(host, tmp_path / "mamba2")
+    arguments = (folder, "--prompt", f"{SAY} {SAY}", "--max-new-tokens", "3", "--json", "--plain")
+    code, text, errors = run(*arguments, "--states")
+    assert code == 0, errors
+    result, lines = json.loads(text), errors.splitlines()
+    with StateMonitor(host, states=True) as monitor:
+        host.generate(torch.tensor([[1, 44, 3, 17, 8] * 2]), max_new_tokens=3, do_sample=False)
+    assert result["states"] == monitor.report() and result["streams"] == [] and result["n_tokens"] == 12
+    assert result["unjudged"] == {"short": 512, "full": 512, "at limit": 512, "grows": 1025}
+    tokens = [line for line in lines if " holds " in line]
+    assert [int(line.split()[0]) for line in tokens] == list(range(12)) and "ssm.1 holds " in tokens[0]
+    assert tokens[0].split("ssm.0 ")[1].startswith("holds 1.0;")  # the first token holds itself
+    assert any(line.split()[:1] == ["layer"] and "half-life" in line and "norm" in line for line in lines)
+    assert "0 routers, 2 recurrent layers watched" in errors.replace("\n", " ")
+    code, _, errors = run(*arguments, "--out", str(tmp_path / "decisions.jsonl"))
+    assert code == 2 and "--out is for decisions of routers" in errors and not (tmp_path / "decisions.jsonl").exists()
+
+
+def test_a_frame_has_the_text_and_the_layers():
+    console = Console(record=True, width=100, height=30, force_terminal=True, file=io.StringIO())
+    with RoutingMonitor(host := make_host("mamba2")) as monitor, LiveRouting(console, title="states") as view:
+        monitor.states.listen(
+            lambda row, placed, told: view.show_states(lambda p: f"t{p} ", placed, told, monitor.report)
+        )
+        host.generate(torch.tensor([[1, 44, 3]]), max_new_tokens=3, do_sample=False)
+    text = console.export_text()
+    assert "t0 t1 t2 t3 t4 " in text and all(word in text for word in ("half-life", "ssm.0", "ssm.1"))
 
 
 def test_codes_of_a_bem_adapter(tmp_path, run):
@@ -222,6 +255,7 @@ def test_frames_fit_a_low_terminal_and_say_what_they_leave_out():
         "memory_watermark_bytes": 10**7,
         "alerts": [],
         "unjudged": {},
+        "states": {},
         "streams": [
             {
                 "source": "moe",

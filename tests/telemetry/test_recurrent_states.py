@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import PAD, n_hooks
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost
 from probemon.telemetry.recurrent import StateMonitor
 from recurrent_hosts import BATCH, GREEDY, HOSTS, HYBRID, SIZES, cache_in, cache_of, make_host
 
@@ -139,9 +139,11 @@ def test_alerts_hold_while_what_they_say_holds():
         host(ids[:, :8])
         broken = monitor.alerts
     assert healthy == []
-    assert [alert[:6] + alert.split()[-1] for alert in short] == ["ssm.0:(short)", "ssm.1:(short)"]
-    assert {alert[:6] + alert.split()[-1] for alert in full} >= {"ssm.0:(full)", "ssm.1:(full)"}
-    assert any("ssm.1" in alert and "not finite" in alert for alert in broken)
+    assert [(alert.kind, alert.stream.site) for alert in short] == [("short", "ssm.0"), ("short", "ssm.1")]
+    assert {(alert.kind, alert.stream.site) for alert in full} >= {("full", "ssm.0"), ("full", "ssm.1")}
+    assert ("not finite", "ssm.1") in {(alert.kind, alert.stream.site) for alert in broken}
+    said = "short: ssm.0, share of heads that hold less than 2 tokens 1 (threshold 0.95) at token 600"
+    assert str(short[0]) == said
 
 
 @pytest.mark.parametrize("states", [False, True])
@@ -163,7 +165,7 @@ def test_what_is_not_finite_is_counted_apart_and_ends_nothing(states):
         host.generate(BATCH, attention_mask=BATCH != PAD, suppress_tokens=[44], **GREEDY)
     said = monitor.report()["ssm.1"]
     assert (monitor.n_tokens, said["n_tokens"], said["n_not_finite"]) == (30, 20, 10)
-    assert [alert.split()[0] for alert in monitor.alerts if "not finite" in alert] == ["ssm.0:", "ssm.1:"]
+    assert [alert.stream.site for alert in monitor.alerts if alert.kind == "not finite"] == ["ssm.0", "ssm.1"]
     for key in ("delta_mean", "length_mean", *(("norm", "update_share") if states else ())):
         assert said[key] == pytest.approx((19 * whole[0][key] + whole[1][key]) / 20, rel=1e-5), key
     with torch.no_grad():
@@ -173,12 +175,33 @@ def test_what_is_not_finite_is_counted_apart_and_ends_nothing(states):
     assert monitor.report()["ssm.0"] == {"n_tokens": 0, "n_not_finite": 11}
 
 
-def test_a_listener_that_fails_ends_no_generation():
+def test_a_listener_that_fails_ends_no_generation_and_is_told_when_the_block_ends():
     host = make_host("mamba2")
-    with StateMonitor(host) as monitor:
+    with pytest.raises(CallbackFailed, match="7 callbacks failed while states"), StateMonitor(host) as monitor:
         monitor.listen(lambda row, placed, told: 1 / 0)
         assert host.generate(BATCH[1:2], **GREEDY).shape == (1, 12)
     assert {type(error) for error in monitor.failures} == {ZeroDivisionError} and monitor.n_tokens == 11
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba"])
+def test_weights_that_accelerate_keeps_elsewhere_are_read_there(kind):
+    from accelerate import cpu_offload
+
+    host, reports = make_host(kind), []
+    for offload in (False, True):
+        if offload:
+            cpu_offload(host, execution_device="cpu")
+        with StateMonitor(host, states=True) as monitor:
+            host.generate(BATCH, attention_mask=BATCH != PAD, **GREEDY)
+        reports.append(monitor.report())
+    assert reports[0] == reports[1] and all(p.device.type == "meta" for p in host.parameters())
+
+
+def test_weights_that_are_nowhere_are_a_typed_error():
+    with torch.device("meta"):
+        nowhere = AutoModelForCausalLM.from_config(make_host("mamba2").config)
+    with pytest.raises(NotSupportedHost, match=r"layer 0 has no A_log in memory"):
+        StateMonitor(nowhere)
 
 
 def test_hosts_without_recurrent_layers_are_refused_and_wrong_settings():

@@ -3,19 +3,22 @@
 tally = StateTally(names, limit)
 tally.add(told)                     # Told: of n tokens of one row, in order
 tally.report()                      # {"ssm.3": {"delta_p50": ..., "half_life_p50": ..., ...}}
-tally.alerts                        # what holds now
+tally.alerts                        # the alerts that hold now
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from probemon.host.recurrent.scan import effective_rank
+from probemon.telemetry.alerts import Alert
+from probemon.telemetry.decisions import SSM, Stream
 from probemon.telemetry.sketch import LogSketch
 
 WINDOW = 512  # tokens after which alerts are judged
@@ -24,6 +27,16 @@ _OPEN = 10.0  # times the median: a step so long opens the state to its token
 _SHORT, _MOST_SHORT = 2.0, 0.95
 _FULL, _MOST_FULL, _FULL_FROM = 0.99, 0.95, 64  # a state that holds all tokens so far says nothing in a short text
 _MOST_AT_LIMIT, _MOST_GROWTH = 0.5, 2.0
+KINDS = NOT_FINITE, SHORT, FULL, AT_LIMIT = "not finite", "short", "full", "at limit"
+GROWS = "grows"
+# What an alert looks at, and over which value it is raised.
+_ALERTS = {
+    NOT_FINITE: ("tokens whose step or state is not finite", 0.0),
+    SHORT: (f"share of heads that hold less than {_SHORT:.0f} tokens", _MOST_SHORT),
+    FULL: ("share of heads that forget nothing", _MOST_FULL),
+    AT_LIMIT: ("share of steps at their limit", _MOST_AT_LIMIT),
+    GROWS: (f"growth of the state in {WINDOW} tokens", _MOST_GROWTH),
+}
 _SKETCHED = 64  # tokens whose steps are added to the sketches together
 _CALM = 0.9  # of what raises an alert: under that it is over
 
@@ -78,8 +91,15 @@ class Told:
 class StateTally:
     """Of layers of one kind. `limit`: the least and the largest step."""
 
-    def __init__(self, names: list[str], limit: tuple[float, float]) -> None:
-        self._names, self._limit = names, limit
+    def __init__(
+        self,
+        names: list[str],
+        limit: tuple[float, float],
+        on_alert: Callable[[list[Alert]], object] = lambda alerts: None,
+    ) -> None:
+        self._names, self._limit, self._on_alert = names, limit, on_alert
+        self._streams = [Stream(SSM, name, int(name.rpartition(".")[2])) for name in names]
+        self._n_judged = 0  # windows
         self.n_tokens = self._n_finite = self._n_window = 0
         self._n_not_finite = [0] * len(names)
         self._n_known = self._n_full = self._n_window_known = 0  # of which all that came before was seen
@@ -88,12 +108,18 @@ class StateTally:
         self._sums: dict[str, Tensor] = {}
         self._window: dict[str, Tensor] = {}
         self._state: Tensor | None = None
-        self._raised: dict[tuple[str, str], str] = {}
+        self._raised: dict[tuple[int, str], Alert] = {}
 
     @property
-    def alerts(self) -> list[str]:
-        """A sentence for each that holds now."""
+    def alerts(self) -> list[Alert]:
+        """Those that hold now."""
         return list(self._raised.values())
+
+    @property
+    def needed(self) -> dict[str, int]:
+        """How many tokens it takes to judge the kinds of alert that are not judged yet."""
+        windows = {} if self._n_judged else dict.fromkeys((SHORT, FULL, AT_LIMIT), WINDOW)
+        return windows if self.n_tokens > 2 * WINDOW else {**windows, GROWS: 2 * WINDOW + 1}
 
     def add(self, told: Told, *, known: bool = True) -> None:
         """Count n tokens; judge alerts wherever a window is full. `known`: whether all tokens before were seen.
@@ -103,10 +129,10 @@ class StateTally:
         self.n_tokens += told.dt.shape[1]
         finite = told.finite()
         if not bool(finite.all()):
-            for i, (name, lost) in enumerate(zip(self._names, (~finite).sum(dim=1).tolist(), strict=True)):
+            for i, lost in enumerate((~finite).sum(dim=1).tolist()):
                 self._n_not_finite[i] += lost
                 if lost:
-                    self._set(name, "not finite", True, f"what {self._n_not_finite[i]} tokens left is not finite")
+                    self._judge(i, NOT_FINITE, self._n_not_finite[i])
             told = told.take(finite.all(dim=0))
         n = told.dt.shape[1]
         if not n:
@@ -156,8 +182,8 @@ class StateTally:
         if told.state is not None and bool(told.state.isfinite().all()):
             self._state = told.state
         grown = told.grown.nan_to_num(0.0).amax(dim=1).tolist()
-        for name, ratio in zip(self._names, grown, strict=True):
-            self._judge(name, "grows", ratio, _MOST_GROWTH, f"its state grew {ratio:.1f} times in {WINDOW} tokens")
+        for i, ratio in enumerate(grown):
+            self._judge(i, GROWS, ratio)
 
     def _sketch(self) -> None:
         """Add the newest steps to the sketches, of several tokens at once: one by one they cost half of all."""
@@ -209,29 +235,27 @@ class StateTally:
 
     def _judge_window(self) -> None:
         window = self._window
-        for i, name in enumerate(self._names):
-            at_limit = float(window["at_limit"][i]) / self._n_window
-            self._judge(name, "at limit", at_limit, _MOST_AT_LIMIT, f"{at_limit:.0%} of its steps are at their limit")
+        self._n_judged += 1
+        for i in range(len(self._names)):
+            self._judge(i, AT_LIMIT, float(window["at_limit"][i]) / self._n_window)
             if self._n_window_known:
-                short = float(window["short"][i]) / self._n_window_known
-                sentence = f"{short:.0%} of its heads hold less than {_SHORT:.0f} tokens"
-                self._judge(name, "short", short, _MOST_SHORT, sentence)
+                self._judge(i, SHORT, float(window["short"][i]) / self._n_window_known)
             if self._n_full:
-                full = float(window["full"][i]) / self._n_full
-                self._judge(name, "full", full, _MOST_FULL, f"{full:.0%} of its heads forget nothing")
+                self._judge(i, FULL, float(window["full"][i]) / self._n_full)
         self._window, self._n_window, self._n_window_known, self._n_full = {}, 0, 0, 0
 
-    def _judge(self, name: str, kind: str, value: float, most: float, sentence: str) -> None:
+    def _judge(self, i: int, kind: str, value: float) -> None:
+        """Raise an alert of a layer, or clear it once it is clearly over; say where that is news."""
+        metric, most = _ALERTS[kind]
+        holds = (i, kind) in self._raised
+        alert = Alert(True, kind, metric, self._streams[i], value, most, self.n_tokens)
         if value > most:
-            self._set(name, kind, True, sentence)
-        elif value < _CALM * most:
-            self._set(name, kind, False, sentence)
-
-    def _set(self, name: str, kind: str, holds: bool, sentence: str) -> None:
-        if holds:
-            self._raised[name, kind] = f"{name}: {sentence} ({kind})"
-        else:
-            self._raised.pop((name, kind), None)
+            self._raised[i, kind] = alert
+            if not holds:
+                self._on_alert([alert])
+        elif holds and value < _CALM * most:
+            del self._raised[i, kind]
+            self._on_alert([replace(alert, raised=False, threshold=_CALM * most)])
 
 
 def _add(to: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -1,0 +1,84 @@
+"""The example that watches transformers' own server: its texts stay, its events are those of a stream."""
+
+import gc
+import sys
+import time
+
+import openai
+import pytest
+import transformers
+from transformers import AutoModelForCausalLM
+
+from conftest import make_pack
+from probemon import DynamicProbeManager, ProbePack
+from probemon.errors import NotSupportedHost
+from run_examples import EXAMPLES
+from running_server import demo_tokenizer, tiny_host
+
+sys.path.insert(0, str(EXAMPLES))
+from transformers_serve import described, watched_server
+
+ASKED = [{"role": "user", "content": "Which animals live in the sea?"}]
+N_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("served"), demo_tokenizer()
+    host = tiny_host(tokenizer)
+    host.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return str(folder / "model"), str(make_pack(folder / "pack", host).directory)
+
+
+def text_of(client, model, *, stream):
+    answer = client.chat.completions.create(
+        model=model, messages=ASKED, max_tokens=N_TOKENS, temperature=0, seed=1, stream=stream
+    )
+    if not stream:
+        return answer.choices[0].message.content
+    return "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+
+
+def served_texts(model, pack, rule, tell):
+    """What the watched server answers, whole and streamed."""
+    with watched_server(model, pack, [rule], tell, host="127.0.0.1", port=0, device="cpu") as server:
+        while not server.server.started:
+            time.sleep(0.01)
+        [listening] = server.server.servers
+        port = listening.sockets[0].getsockname()[1]
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            return [text_of(client, model, stream=stream) for stream in (False, True)]
+
+
+# Transformers' server leaves its event loop open when it is ended, which is noticed where it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_its_texts_are_the_hosts_and_its_events_those_of_a_stream(folders):
+    model, pack = folders
+    rule = f"{ProbePack.open(pack).concepts[0]['id']}:0.2"
+    events = []
+    texts = served_texts(model, pack, rule, events.append)
+    gc.collect()
+    host, tokenizer = AutoModelForCausalLM.from_pretrained(model), demo_tokenizer()
+    expected = []
+
+    def prepare(run):
+        concept, above = rule.split(":")
+        run.on(concept, above=float(above), action=lambda event: expected.append(described(event)))
+
+    *_, last = DynamicProbeManager(pack).stream(
+        host, tokenizer, ASKED, prepare=prepare, max_new_tokens=N_TOKENS, do_sample=False
+    )
+    generated = last.result.token_id[last.result.phase == 1].tolist()
+    assert texts == [tokenizer.decode(generated, skip_special_tokens=True)] * 2
+    assert expected
+    assert events == [event | {"generation": i} for i in range(2) for event in expected]
+
+
+def test_another_version_is_refused_by_name(folders, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    with (
+        pytest.raises(NotSupportedHost, match=r"5\.99\.0: its server was tried in 5\.23\.0 alone"),
+        watched_server(*folders, [], print),
+    ):
+        pass

@@ -4,9 +4,9 @@
     write_report(analysis, "mails.html", text_megabytes=60, overwrite=True)
 
 The file loads nothing from anywhere. All it holds of the analysis is JSON, and its one script (`report_page/page.js`)
-puts that into the page as text. All documents are listed. Texts with their tokens are in it as far as the budget goes:
-first the best document of each concept, then the second best, and so on. Each text is a block of its own, read when it
-is opened.
+puts that into the page as text; what it shares with the page of a server lies in `core/page_code`. All documents are
+listed. Texts with their tokens are in it as far as the budget goes: first the best document of each concept, then the
+second best, and so on. Each text is a block of its own, read when it is opened.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from probemon.core.checks import check_count, check_number
 from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.offline.analysis_folder import Analysis
+from probemon.offline.one_script import one_script
 from probemon.offline.report_data import ReportData, millionths
 
 TEXT_MEGABYTES, MAX_PAIRS = 16.0, 1_000_000
@@ -82,10 +83,12 @@ def embed(value: Any) -> str:
 
 
 def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
-    folder = resources.files("probemon.offline") / "report_page"
-    page, style, script = (
-        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "page.js")
+    folder, shared = resources.files("probemon.offline") / "report_page", resources.files("probemon.core") / "page_code"
+    page, colours, style = (
+        file.read_text(encoding="utf-8")
+        for file in (folder / "page.html", shared / "colours.css", folder / "style.css")
     )
+    style, script = f"{colours}\n{style}", one_script(folder / "page.js", shared)
     # Not 'unsafe-inline': only this script and style run, even where something got past the escaping.
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action"

@@ -1,6 +1,12 @@
-"use strict";
 // The page of a report. All it shows lies in JSON blocks of the same file, and reaches the page as text nodes and checked attributes,
 // never as markup: ids, names and texts are whatever somebody wrote. The place (view, concept, document, ...) is kept in the address's hash.
+// What it imports, the page of `probemon serve` imports, too. report.py puts those files before this one, into one script.
+
+import { $, el } from "./elements.js";
+import { hierarchyOf } from "./hierarchy.js";
+import { segments } from "./segments.js";
+import { BREAKS, step, strengthOver } from "./strength.js";
+import { count, percent, plural, score } from "./words.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const { concepts, documents, pairs, heat, totals, made } = data;
@@ -14,36 +20,9 @@ const PAGE = 50, MARKED = 12, LEAD = 24;
 
 // -- words and numbers ---------------------------------------------------------------------------
 
-const $ = (id) => document.getElementById(id);
-const count = (n) => n.toLocaleString("en");
-const plural = (n, one, many = one + "s") => `${count(n)} ${n === 1 ? one : many}`;
-const score = (x) => x > 0 && x < 0.01 ? x.toPrecision(2) : x.toFixed(3);
-const percent = (x) => x === 0 ? "0 %" : x < 0.001 ? "<0.1 %" : `${(100 * x).toFixed(x < 0.1 ? 1 : 0)} %`;
 const mean = (c) => allSeen ? concepts.sum[c] / allSeen : 0;
 
-/** An element. A string among the children becomes a text node; a function is a listener; undefined or false is left out. */
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") node.addEventListener(name, value);
-    else if (value !== undefined && value !== false) node.setAttribute(name, value);
-  }
-  node.append(...children.flat().filter((child) => child !== undefined && child !== false));
-  return node;
-}
-
-const paths = [];
-/** Concepts from the root to this one, by first parents. */
-function path(c) {
-  return paths[c] ??= concepts.parents[c].length ? [...path(concepts.parents[c][0]), c] : [c];
-}
-/** All concepts above one, by every parent. */
-function ancestors(c, known = new Set()) {
-  for (const parent of concepts.parents[c]) {
-    if (!known.has(parent)) ancestors(parent, known.add(parent));
-  }
-  return known;
-}
+const { path, ancestors } = hierarchyOf(concepts.parents);
 const inWords = (line) => line.map((c) => concepts.name[c]).join(" › ");
 const above = (c) => inWords(path(c).slice(0, -1));
 const named = (c) => el("span", { class: "name" }, concepts.name[c]);
@@ -63,9 +42,8 @@ function growing(items, n, row, head) {
   return node;
 }
 
-const logit = (x) => { const s = Math.min(Math.max(x, 1e-6), 1 - 1e-6); return Math.log(s / (1 - s)); };
-/** By how much a score exceeds its threshold, in logits; of a concept without threshold, the score. What lists are ordered by. */
-const strength = (c, x) => concepts.threshold[c] === null ? x : logit(x) - logit(concepts.threshold[c]);
+/** What lists are ordered by. */
+const strength = (c, x) => strengthOver(concepts.threshold[c], x);
 const over = (c, x) => concepts.threshold[c] === null ? score(x) : `${score(x)} (threshold ${score(concepts.threshold[c])})`;
 
 // -- seven shades of one hue, with breaks that are the same in every report -----------------------
@@ -74,11 +52,11 @@ const SCALES = {
   share: { name: "share of tokens", breaks: [0.002, 0.005, 0.01, 0.02, 0.05, 0.1], show: percent },
   highest: { name: "highest score", breaks: [0.15, 0.3, 0.45, 0.6, 0.75, 0.9], show: (x) => x.toFixed(2) },
   mean: { name: "mean score", breaks: [0.002, 0.005, 0.01, 0.02, 0.05, 0.1], show: (x) => String(x) },
-  strength: { name: "strength over the threshold", breaks: [0.5, 1, 1.5, 2, 3, 4], show: String },
-  score: { name: "score", breaks: [0.15, 0.3, 0.45, 0.6, 0.75, 0.9], show: (x) => x.toFixed(2) },
+  strength: { name: "strength over the threshold", breaks: BREAKS.strength, show: String },
+  score: { name: "score", breaks: BREAKS.score, show: (x) => x.toFixed(2) },
   count: { name: "number of concepts over the floor", breaks: [1, 2, 4, 8, 16, 32], show: String },
 };
-const shade = (scale, value) => 1 + SCALES[scale].breaks.filter((least) => value > least).length;
+const shade = (scale, value) => step(SCALES[scale].breaks, value);
 
 function legend(node, scale) {
   const { name, breaks, show } = SCALES[scale];
@@ -469,17 +447,6 @@ function loadDocument(d) {
 }
 
 const LONGEST = 8000, PART = 20000, SEGMENTS = 3000;
-
-/** The text cut wherever a token begins or ends: [text, tokens], each character once, however many tokens share it. */
-function segments(text, tokens) {
-  const cuts = [...new Set([0, text.length, ...tokens.flatMap((token) => [token.start, token.end])])].filter((at) => at >= 0 && at <= text.length).sort((a, b) => a - b);
-  const at = new Map(cuts.map((cut, i) => [cut, i])), found = cuts.slice(0, -1).map((cut, i) => [text.slice(cut, cuts[i + 1]), []]);
-  for (const token of tokens) {
-    const first = Math.min(at.get(token.start) ?? 0, found.length - 1);
-    for (let i = first; i < Math.max(first + 1, at.get(token.end) ?? 0) && i < found.length; i++) found[i][1].push(token);
-  }
-  return found;
-}
 
 /** Segments in parts that are drawn at once; a long stretch is cut too, but not between the halves of a character. */
 function inParts(found) {

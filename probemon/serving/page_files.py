@@ -1,4 +1,4 @@
-"""The files of the page, which come with the package and hold nothing of anybody's.
+"""The files of the page and of what it shares with others, which come with the package and hold nothing of anybody's.
 
 files = page_files()                       # {"index.html": PageFile(content, content_type), ...}
 """
@@ -27,9 +27,11 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """Return every file by its name: nothing else can be asked for."""
+    """Return every file by its name: nothing else can be asked for. No name stands in both folders: a test looks."""
+    folders = files("probemon.core") / "page_code", files("probemon.serving") / "page"
     return {
         entry.name: PageFile(entry.read_bytes(), _TYPES[entry.name[entry.name.rindex(".") :]])
-        for entry in files("probemon.serving").joinpath("page").iterdir()
+        for folder in folders
+        for entry in folder.iterdir()
         if entry.is_file() and not entry.name.startswith(".")
     }

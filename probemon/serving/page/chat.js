@@ -17,7 +17,7 @@ const textOf = (content) => typeof content === "string" ? content : content === 
 function messageNode(app, run, message, i) {
   const known = message.role === "assistant" ? answerOf(app.state, run.messages, i) : null;
   return el("article", { class: `message ${message.role in ROLES ? message.role : "other"}` },
-    el("h3", {}, el("span", {}, ROLES[message.role] ?? clip(message.role, 30)), known && el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts")),
+    el("h3", {}, el("span", {}, ROLES[message.role] ?? clip(message.role, 30)), known !== null && el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts")),
     el("div", { class: "text", dir: "auto" }, harmless(textOf(message.content), "\n\t")));
 }
 
@@ -28,7 +28,14 @@ function drawMessages(app, run) {
   if (box.key === key) return;
   box.key = key;
   box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages }, message, i)));
-  $("thread").scrollTop = $("thread").scrollHeight;
+}
+
+/** Where a reader begins who comes to an answer: at its pinned token, else where it was asked for; one that goes on is followed. */
+function scrollTo(run, view) {
+  const pinned = view === null ? null : $("answer").querySelector(".pinned"), last = $("messages").lastElementChild;
+  if (pinned) pinned.scrollIntoView({ block: "center" });
+  else if (run !== null && !isRunning(run) && last) $("thread").scrollTop = last.offsetTop - $("thread").offsetTop - 14;
+  else $("thread").scrollTop = $("thread").scrollHeight;
 }
 
 export function drawChat(app, view) {
@@ -41,12 +48,15 @@ export function drawChat(app, view) {
   $("answer-panel").hidden = (view === null && run === null) && !pending;
   $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !(view?.choice.tokens.length)));
   $("answer-wait").textContent = pending ? "Waiting for its turn" : "Reading the prompt";
+  const arrived = $("answer").run !== run || $("answer").choice !== view?.choice || pending && !$("answer").pending;
+  $("answer").pending = pending;
   if ($("answer").run !== run || $("answer").choice !== view?.choice) { $("answer").replaceChildren(); Object.assign($("answer"), { run, choice: view?.choice, drawn: [] }); }
   if (view !== null && !pending) drawTokens($("answer"), view); else if (pending) { $("answer").replaceChildren(); $("answer").drawn = []; }
   drawFoot(app, run, view, pending);
   drawChoices(app, run);
-  $("newest").hidden = atEnd || !thread.scrollHeight;
-  if (atEnd && app.follow && app.hoverAt === null) thread.scrollTop = thread.scrollHeight;
+  if (arrived) scrollTo(run, view);
+  else if (atEnd && app.follow && run !== null && isRunning(run) && app.hoverAt === null) thread.scrollTop = thread.scrollHeight;
+  $("newest").hidden = run === null || !isRunning(run) || thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
   $("follow").hidden = app.follow || app.state.runs.size === 0;
   drawComposer(app, run);
 }
@@ -74,7 +84,7 @@ function drawComposer(app, run) {
   $("send").textContent = busy ? "Stop" : "Send";
   $("send").className = busy ? "stop" : "primary";
   $("new").hidden = run === null;
-  $("ask").placeholder = goesOn ? "Go on with this conversation" : "Ask something";
+  $("ask").placeholder = goesOn ? "Ask something more" : "Ask something";
 }
 
 /** Ask for an answer to the conversation that is shown and what was typed. */

@@ -46,11 +46,14 @@ const cache = new WeakMap();
 /** How strong in three steps, of which each looks different without colour, too. */
 export const tint = (strength) => strength === null ? 1 : strength < 0.5 ? 0 : strength < 2 ? 1 : 2;
 
-/** At most `most` concepts that led, those that led longest first chosen, in the order in which they began. */
-export function lanesOf({ concepts }, most) {
-  const leading = [...concepts.values()].filter(({ nLead }) => nLead);
-  const chosen = leading.sort((a, b) => b.nLead - a.nLead || b.peak - a.peak || a.c - b.c).slice(0, most);
-  return chosen.sort((a, b) => a.first - b.first || a.c - b.c);
+/** Concepts that led somewhere, those that led at most tokens first. */
+export function foremost({ concepts }) {
+  return [...concepts.values()].filter(({ nLead }) => nLead).sort((a, b) => b.nLead - a.nLead || b.peak - a.peak || a.c - b.c);
+}
+
+/** At most `most` of these, in the order of their numbers. */
+export function lanesOf(told, most) {
+  return foremost(told).slice(0, most).sort((a, b) => told.marks.get(a.c) - told.marks.get(b.c));
 }
 
 /** Concepts that never fired, the nearest to their thresholds first, at most `most`. */

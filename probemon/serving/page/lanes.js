@@ -3,6 +3,7 @@
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
 import { lanesOf, nearest } from "./digest.js";
+import { clip } from "./harmless.js";
 import { linesOf, nameOf, signed } from "./said.js";
 import { badge } from "./now.js";
 import { hueOf } from "./tokens.js";
@@ -22,52 +23,65 @@ function barOf(i, strength, fired) {
 }
 
 function pathsOf({ choice, upto }, c) {
-  let fired = "", near = "", unseen = "";
+  let fired = "", near = "";
   for (let i = 0; i <= upto; i++) {
     const token = choice.tokens[i], told = token.top.find(([other]) => other === c);
-    if (token.unseen) unseen += `M${i} 0h1v${HEIGHT}h-1z`;
-    else if (token.fired.includes(c)) fired += barOf(i, told?.[2] ?? null, true);
+    if (token.unseen) continue;
+    if (token.fired.includes(c)) fired += barOf(i, told?.[2] ?? null, true);
     else if (told) near += barOf(i, told[2] ?? null, false);
   }
-  return { fired, near, unseen };
+  return { fired, near };
 }
 
 function strip(view, parts, label) {
   const n = Math.max(1, view.choice.tokens.length), svg = shape("svg", { viewBox: `0 0 ${n} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
   for (const [kind, d] of parts) if (d) svg.append(shape("path", { class: kind, d }));
-  return el("div", { class: "strip", role: "img", "aria-label": label }, svg);
+  return el("div", { class: "strip", role: "img", "aria-label": label }, svg, unseenIn(view));
+}
+
+/** Hatched stretches where nothing is known: elements, since what lies in a stretched drawing would be stretched, too. */
+function unseenIn({ choice, upto }) {
+  const n = choice.tokens.length, stretches = [];
+  for (let i = 0; i <= upto; i++) {
+    if (!choice.tokens[i].unseen) continue;
+    if (stretches.at(-1)?.[1] === i) stretches.at(-1)[1]++; else stretches.push([i, i + 1]);
+  }
+  return stretches.map(([begin, end]) => {
+    const node = el("i", { class: "hatched" });
+    node.style.left = `${100 * begin / n}%`;
+    node.style.width = `${100 * (end - begin) / n}%`;
+    return node;
+  });
 }
 
 function laneOf(app, view, { c, n, nLead, peak, peakAt }, mark) {
-  const { pack, choice } = view, { fired, near, unseen } = pathsOf(view, c);
+  const { pack, choice } = view, { fired, near } = pathsOf(view, c);
   const positions = choice.tokens.filter((token, i) => i <= view.upto && token.fired.includes(c)).map(({ position }) => position);
   const label = mark ? `${nameOf(pack, c)} fired at ${plural(n, "token")}: ${positions.slice(0, 12).join(", ")}${positions.length > 12 ? ", …" : ""}` : `${nameOf(pack, c)} never fired`;
   const tellsPeak = peak > -Infinity ? `, strongest ${signed(peak)} at token ${choice.tokens[peakAt].position}` : "";
   return el("div", { class: `lane ${mark ? `h${hueOf(mark)}` : "quiet"}` },
     el("button", { class: "concept", type: "button", "aria-pressed": String(view.concept === c), title: `${label}${tellsPeak}`, click: () => app.choose(c) }, mark ? badge(mark) : "", el("bdi", {}, nameOf(pack, c))),
-    strip(view, [["unseen", unseen], ["near", near], ["threshold", `M0 ${HEIGHT - FOOT}h${choice.tokens.length}v0.6h${-choice.tokens.length}z`], ["fired", fired]], label),
+    strip(view, [["near", near], ["threshold", `M0 ${HEIGHT - FOOT}h${choice.tokens.length}v0.6h${-choice.tokens.length}z`], ["fired", fired]], label),
     el("span", { class: "number" }, mark ? `${nLead}× ${peak > -Infinity ? signed(peak) : ""}` : signed(peak)));
 }
 
-/** How many probes were active at each token, hatched where nothing is known of it, with the events of rules. */
+/** How many probes were active at each token. */
 function coverageLane(view) {
-  const { choice, upto } = view, most = Math.max(1, ...choice.tokens.map(({ n_active }) => n_active));
-  let active = "", unseen = "";
-  choice.tokens.forEach((token, i) => {
-    if (i > upto) return;
-    if (token.unseen) unseen += `M${i} 0h1v${HEIGHT}h-1z`;
-    else active += `M${i + 0.06} ${HEIGHT}v${-(HEIGHT * token.n_active / most).toFixed(2)}h0.88V${HEIGHT}z`;
-  });
-  const n = choice.tokens.filter((token) => token.unseen).length;
+  const { choice, upto } = view, tokens = choice.tokens.slice(0, upto + 1), most = Math.max(1, ...tokens.map(({ n_active }) => n_active));
+  const active = tokens.map(({ n_active, unseen }, i) => unseen ? "" : `M${i + 0.06} ${HEIGHT}v${-(HEIGHT * n_active / most).toFixed(2)}h0.88V${HEIGHT}z`).join("");
+  const n = tokens.filter(({ unseen }) => unseen).length;
   return el("div", { class: "lane coverage" }, el("span", { class: "concept dim" }, "probes active"),
-    strip(view, [["active", active], ["unseen", unseen]], `probes active at each token, at most ${most}; ${plural(n, "token")} unseen`), el("span", { class: "number" }, `≤ ${most}`));
+    strip(view, [["active", active]], `probes active at each token, at most ${most}; ${plural(n, "token")} unseen`), el("span", { class: "number" }, `≤ ${most}`));
 }
 
+/** A sign at each token at which a rule was met. */
 function eventMarks({ choice, upto }) {
-  return choice.events.flatMap(({ position, action, name }) => {
-    const i = choice.tokens.findIndex((token) => token.position === position);
+  const byPosition = Map.groupBy(choice.events, ({ position }) => position);
+  return [...byPosition].flatMap(([position, events]) => {
+    const i = choice.tokens.findIndex((token) => token.position === position), stops = events.some(({ action }) => action === "stop");
     if (i < 0 || i > upto) return [];
-    const node = el("span", { class: `flag ${action}`, title: `${action === "stop" ? "stopped" : "rule met"}: ${name}, token ${position}` }, action === "stop" ? "■" : "▲");
+    const title = `token ${position}: ${events.map(({ action, name }) => `${clip(name, 60)} ${action === "stop" ? "stopped it" : "was met"}`).join(", ")}`;
+    const node = el("span", { class: `flag ${stops ? "stop" : "tell"}`, title }, stops ? "■" : "▲");
     node.style.left = `${100 * (i + 0.5) / choice.tokens.length}%`;
     return [node];
   });
@@ -86,7 +100,7 @@ export function drawLanes(app, view) {
     const focused = box.contains(document.activeElement) ? [...box.querySelectorAll("button")].indexOf(document.activeElement) : -1;
     box.replaceChildren(
       ...[...lanes, ...chosen].map((lane) => laneOf(app, view, lane, digest.marks.get(lane.c) ?? 1)), ...nears.map((lane) => laneOf(app, view, lane, 0)), coverageLane(view),
-      el("div", { class: "lane axis" }, el("span"), el("div", { class: "flags" }, eventMarks(view)), el("span")));
+      ...(choice.events.length ? [el("div", { class: "lane axis" }, el("span", { class: "concept dim" }, "rules met"), el("div", { class: "flags" }, eventMarks(view)), el("span"))] : []));
     if (focused >= 0) box.querySelectorAll("button")[focused]?.focus();
     $("lanes-more").hidden = left <= 0 && !app.allLanes;
     $("lanes-more").textContent = app.allLanes ? "Fewer" : `All ${left + lanes.length}`;

@@ -2,7 +2,7 @@
 
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
-import { tint } from "./digest.js";
+import { foremost, tint } from "./digest.js";
 import { clip } from "./harmless.js";
 import { above, inOneLine, nameOf, quoted, right, strengthOf } from "./said.js";
 import { hueOf } from "./tokens.js";
@@ -27,22 +27,44 @@ function row(app, view, at) {
     el("button", { class: "since", type: "button", click: () => app.pin(known.first) }, known.first === view.at ? "begins here" : `since ${quoted(first)} ${first.position}`));
 }
 
+/** What the whole answer was about: of an answer that has ended, while no token is pointed at. */
+function wholeRow(app, view, { c, n, nLead, peak, peakAt, first }) {
+  const { pack, choice, digest } = view, mark = digest.marks.get(c), strength = peak > -Infinity ? peak : null;
+  const link = (i, words) => el("button", { class: "since", type: "button", click: () => app.pin(i) }, words);
+  return el("li", { class: `leader h${hueOf(mark)} t${tint(strength)}` },
+    el("button", { class: "concept", type: "button", "aria-pressed": String(view.concept === c), click: () => app.choose(c) }, badge(mark), el("bdi", {}, nameOf(pack, c))),
+    el("span", { class: "number" }, strengthOf(pack, c, strength)), bar(strength),
+    el("span", { class: "more" }, [above(pack, c), right(pack, c)].filter(Boolean).join(" · ")),
+    el("span", { class: "more where" }, `leads at ${nLead} of ${plural(n, "token")}, `, link(first, `from ${quoted(choice.tokens[first])} ${choice.tokens[first].position}`),
+      ...(peakAt === first ? [] : [", ", link(peakAt, `strongest at ${quoted(choice.tokens[peakAt])} ${choice.tokens[peakAt].position}`)])));
+}
+
+function drawWhole(app, view) {
+  const all = foremost(view.digest);
+  $("now-what").textContent = "in the whole answer";
+  $("unpin").hidden = view.concept === null;
+  $("now-rows").replaceChildren(...all.slice(0, ROWS - 1).map((found) => wholeRow(app, view, found)),
+    ...(all.length ? [] : [el("li", { class: "nothing" }, "Nothing was over its threshold. What no probe fires at may be there all the same.")]));
+  $("now-last").textContent = all.length > ROWS - 1 ? `and ${plural(all.length - ROWS + 1, "more concept")}: see the lanes` : "";
+}
+
 /** Draw the panel of the token `view.at`, and a line on how much of the answer was looked at. */
 export function drawNow(app, view) {
   $("now-empty").hidden = view !== null && view.at !== null;
   $("now-body").hidden = !$("now-empty").hidden;
   if ($("now-body").hidden) { $("now-what").textContent = ""; return; }
+  if (view.choice.finish !== null && !view.hovered && view.pinned === null && app.replay === null) { drawWhole(app, view); return; }
   const { choice, digest, at, pack } = view, token = choice.tokens[at];
-  $("now-what").replaceChildren(view.pinned === at ? "pinned " : view.hovered ? "" : "now ", el("bdi", {}, quoted(token)), ` token ${token.position}`);
+  $("now-what").replaceChildren(view.pinned === at ? "pinned: " : view.hovered ? "at " : "now, at ", el("bdi", {}, quoted(token)), ` token ${token.position}`);
   $("unpin").hidden = view.pinned === null && view.concept === null;
   const leading = digest.leaders[at] ?? [], near = digest.near[at] ?? [];
   const rows = leading.slice(0, ROWS).map((found) => row(app, view, found));
   if (token.unseen) rows.push(el("li", { class: "nothing hatched" }, el("span", {}, `Unseen: ${clip(token.unseen, 200)}.`)));
   else if (!leading.length) {
-    rows.push(el("li", { class: "nothing" }, "Nothing is over its threshold at this token."));
+    rows.push(el("li", { class: "nothing" }, `Nothing is over its threshold at this token.${near.length ? " Nearest to theirs:" : ""}`));
     for (const found of near.slice(0, 3)) rows.push(el("li", { class: "near" }, el("bdi", {}, nameOf(pack, found.c)), el("span", { class: "number" }, strengthOf(pack, found.c, found.strength, found.score))));
   }
-  if (leading.length > ROWS) rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")}`));
+  if (leading.length > ROWS) rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")} at this token`));
   $("now-rows").replaceChildren(...rows);
   $("now-last").replaceChildren(...lastFired(app, view));
 }

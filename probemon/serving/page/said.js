@@ -6,7 +6,7 @@ import { clip } from "./harmless.js";
 export const nameOf = (pack, c) => clip(pack.concepts[c].name, 80);
 export const idOf = (pack, c) => clip(pack.concepts[c].id, 80);
 export const above = (pack, c) => pack.path(c).slice(0, -1).map((a) => nameOf(pack, a)).join(" › ");
-export const quoted = (token) => `“${clip(token.text, 40)}”`;
+export const quoted = (token) => `“${clip(token.text.trim() || token.text, 40)}”`;
 export const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(1)}`;
 
 /** A strength over the threshold, or the score of a concept without one. */

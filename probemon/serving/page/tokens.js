@@ -91,7 +91,7 @@ function drawStop(entry, stop, pack) {
   const words = stop === null ? "" : `stopped by ${clip(stop.name ?? stop.concept, 60)}`;
   if ((entry.stop?.textContent ?? "") === words) return;
   entry.stop?.remove();
-  entry.stop = words ? el("span", { class: "stop", title: stop && pack.byId.has(stop.concept) ? nameOf(pack, pack.byId.get(stop.concept)) : undefined }, words) : null;
+  entry.stop = words ? el("span", { class: "halt", title: stop && pack.byId.has(stop.concept) ? nameOf(pack, pack.byId.get(stop.concept)) : undefined }, words) : null;
   if (entry.stop) entry.node.append(entry.stop);
 }
 

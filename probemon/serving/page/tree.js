@@ -7,7 +7,7 @@ import { nameOf, quoted, signed } from "./said.js";
 import { badge } from "./now.js";
 import { hueOf } from "./tokens.js";
 
-const toggled = new Map(), quiet = new Set(); // of concepts: opened or closed by hand; those whose quiet children are listed
+const toggled = new Map(), quiet = new Set(); // of concepts: opened or closed by hand; those whose quiet children are listed (null: the roots)
 
 /** Rows {c, depth, open, nQuiet} as they stand below each other; c is null for a row that stands for quiet concepts. */
 function rowsOf(view) {
@@ -18,13 +18,12 @@ function rowsOf(view) {
     const shown = children.filter((c) => inside.has(c)).sort((a, b) => first(a) - first(b) || a - b), others = children.filter((c) => !inside.has(c));
     const add = (c) => {
       const open = pack.children[c].length > 0 && (toggled.get(c) ?? inside.has(c));
-      rows.push({ c, parent, depth, open, leaf: !pack.children[c].length, nQuiet: 0 });
+      rows.push({ c, parent, depth, open, leaf: !pack.children[c].length, nQuiet: open ? pack.children[c].filter((child) => !inside.has(child)).length : 0, listed: quiet.has(c) });
       if (open) list(c, pack.children[c], depth + 1);
     };
     shown.forEach(add);
-    if (!others.length) return;
-    if (quiet.has(parent)) others.forEach(add);
-    rows.push({ c: null, parent, depth, open: quiet.has(parent), leaf: true, nQuiet: others.length });
+    if (others.length && quiet.has(parent)) others.forEach(add);
+    if (others.length && parent === null) rows.push({ c: null, parent, depth, open: quiet.has(parent), leaf: true, nQuiet: others.length });
   };
   list(null, pack.roots, 0);
   return rows;
@@ -46,6 +45,7 @@ function rowNode(app, view, row) {
   },
   el("span", { class: "twist", "aria-hidden": "true" }, row.leaf ? "" : row.open ? "▾" : "▸"), el("span", { class: "dot", "aria-hidden": "true" }, fires ? "●" : known ? "○" : "·"),
   el("bdi", { class: "name" }, nameOf(pack, c)), mark ? badge(mark) : "",
+  row.nQuiet > 0 && el("span", { class: "others", title: `${row.listed ? "fold" : "list"} ${plural(row.nQuiet, "quiet concept")} below it (key: +)` }, row.listed ? "−" : `+${row.nQuiet}`),
   el("span", { class: "when" }, known ? `${when} · ${known.n}×${told !== null ? ` · ${signed(told)}` : ""}` : ""));
 }
 
@@ -70,8 +70,15 @@ export function drawTree(app, view) {
   box.key = key;
 }
 
-function toggle(app, { c, parent, open, leaf }, to = !open) {
-  if (c === null) { if (quiet.has(parent)) quiet.delete(parent); else quiet.add(parent); } else if (!leaf) toggled.set(c, to);
+function toggle(app, { c, open, leaf }, to = !open) {
+  if (c === null) { toggleQuiet(app, null); return; }
+  if (!leaf) toggled.set(c, to);
+  if (to && !leaf) quiet.add(c); // of one that is opened by hand all children are wanted
+  app.draw();
+}
+
+function toggleQuiet(app, parent) {
+  if (!quiet.delete(parent)) quiet.add(parent);
   app.draw();
 }
 
@@ -81,7 +88,8 @@ export function walkTree(app) {
   box.addEventListener("click", (event) => {
     const node = event.target.closest(".node");
     if (!node) return;
-    if (node.row.c === null || event.target.closest(".twist")) toggle(app, node.row); else app.choose(node.row.c);
+    if (event.target.closest(".others")) toggleQuiet(app, node.row.c);
+    else if (node.row.c === null || event.target.closest(".twist")) toggle(app, node.row); else app.choose(node.row.c);
   });
   box.addEventListener("keydown", (event) => {
     const node = event.target.closest(".node");
@@ -93,6 +101,7 @@ export function walkTree(app) {
     else if (event.key === "End") go(all.at(-1));
     else if (event.key === "ArrowRight") { if (row.leaf || row.open) go(all[i + 1]); else toggle(app, row, true); }
     else if (event.key === "ArrowLeft") { if (!row.leaf && row.open) toggle(app, row, false); else go(all.slice(0, i).reverse().find((other) => other.row.depth < row.depth)); }
+    else if (event.key === "+" && row.nQuiet) toggleQuiet(app, row.c);
     else if (event.key === "Enter" || event.key === " ") { if (row.c === null) toggle(app, row); else app.choose(row.c); }
     else return;
     event.preventDefault();

@@ -1,7 +1,7 @@
 """A real headless Chromium, driven over its DevTools pipe: no package and no port.
 
     with Browser(tmp_path) as browser:
-        page = browser.open(path, width=1280)
+        page = browser.open(path, width=1280)       # a file, or an address
         page("document.title")                      # a value of the page; raises what the page raises
         page.click("nav a"); page.press("Enter"); page.picture("page.png")
         browser.requests, browser.complaints  # every address asked for, every line of the console and every exception
@@ -32,6 +32,8 @@ _KEYS = {
     "ArrowRight": (39, None),
     "ArrowDown": (40, None),
     "Tab": (9, None),
+    "Home": (36, None),
+    "End": (35, None),
 }
 
 
@@ -119,7 +121,7 @@ class Browser:
             self.call("Target.closeTarget", targetId=self._pages.pop())
 
     def open(self, path, place="", *, width=1280, height=900, dark=False):
-        """A new page on a file, loaded and drawn."""
+        """A new page on a file or at an address, loaded and drawn."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._pages.append(target)
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -131,7 +133,8 @@ class Browser:
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
         )
-        page.call("Page.navigate", url=f"{path.absolute().as_uri()}{place}")
+        address = path if isinstance(path, str) else path.absolute().as_uri()
+        page.call("Page.navigate", url=f"{address}{place}")
         page.until("document.readyState === 'complete'")
         return page
 

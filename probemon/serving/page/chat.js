@@ -90,7 +90,8 @@ function drawComposer(app, run) {
 /** Ask for an answer to the conversation that is shown and what was typed. */
 async function send(app) {
   const typed = $("ask").value.trim(), run = app.run();
-  if (!typed || app.state.pack === null) return;
+  if (!typed) return;
+  if (app.state.pack === null) { app.complain("The server has not answered yet: send it again once this page is live."); return; }
   const before = run !== null && run.kind === "chat" && !run.pack && run.messages !== null ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }] : [];
   const messages = [...before, { role: "user", content: typed }], control = new AbortController();
   const body = { model: app.state.pack.model, messages, max_tokens: Number($("max-tokens").value) || 200, temperature: Number($("temperature").value) || 0, probemon: { top_k: TOP_K, rules: asked(app.rules) } };

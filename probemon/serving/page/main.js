@@ -182,7 +182,7 @@ for (const tab of document.querySelectorAll("#tabs button")) {
   });
 }
 addEventListener("popstate", arrive);
-addEventListener("hashchange", () => { if (takeToken()) { stream.again(); sync(); } arrive(); });
+addEventListener("hashchange", () => { if (takeToken()) { stream.again(); sync(); arrive(); } }); // any other change is a popstate, too
 if (location.hash.length > 1) app.follow = false;
 $("address").textContent = `${location.origin}/v1`;
 arrive();

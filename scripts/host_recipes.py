@@ -39,8 +39,8 @@ from recipe_rows.rows import Recipe, run  # noqa: E402
 
 FILE = ROOT / "docs" / "benchmarks" / "host_recipes.json"
 MEASURES = (
-    "scripts/host_recipes.py", "scripts/recipe_rows", "probemon/models/ltm", "probemon/telemetry/recurrent",
-    "probemon/tracking",
+    "scripts/host_recipes.py", "scripts/recipe_rows", "probemon/models/ltm", "probemon/host/recurrent",
+    "probemon/telemetry/recurrent", "probemon/tracking",
 )  # fmt: skip
 LEAST = 30
 

@@ -31,8 +31,8 @@ RECIPE_HOSTS = ("ltm", "mamba2", "falcon_h1")
 def recipes(found: dict[str, Any]) -> list[str]:
     """How hosts are run well: what was checked, and by host how far it is off."""
     lines = [
-        "| recipe | done by | what is measured | bound | slots (ltm) | mamba2 | falcon_h1 | elsewhere |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | done by | what is measured | bound | slots (ltm) | mamba2 | falcon_h1 | elsewhere | watched |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for rows in _by_recipe(found["rows"]):
         cells = {row["host"]: _recipe_cell(row) for row in rows}
@@ -40,7 +40,10 @@ def recipes(found: dict[str, Any]) -> list[str]:
         other = "; ".join(text if host == "any" else f"{host}: {text}" for host, text in cells.items())
         first = rows[0]
         bound = "" if first["bound"] is None else f"{first['bound']:g}"
-        lines.append(f"| {first['name']} | {first['library']} | {first['check']} | {bound} | {known} | {other} |")
+        lines.append(
+            f"| {first['name']} | {first['library']} | {first['check']} | {bound} | {known} | {other} |"
+            f" {_watched_cell(rows)} |"
+        )
     return lines
 
 
@@ -66,6 +69,15 @@ def _by_recipe(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     for row in rows:
         grouped.setdefault(row["name"], []).append(row)
     return list(grouped.values())
+
+
+def _watched_cell(rows: list[dict[str, Any]]) -> str:
+    """How far what was watched is off at most, on any host, and its bound where that is not the usual one."""
+    seen = [row for row in rows if row["watched"] is not None]
+    if not seen:
+        return "" if all(row["verdict"] == "refused" for row in rows) else "nothing"
+    most, bound = max(row["watched"] for row in seen), seen[0]["watched_bound"]
+    return f"{f'{most:.2g}' if most else 'exact'}{'' if bound == 1e-5 else f' (of {bound:g})'}"
 
 
 def _recipe_cell(row: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from probemon import DynamicProbeManager, ProbePack
 from probemon.host.model import find_layers
 from probemon.models.ltm import LtmConfig, LtmForCausalLM
-from probemon.telemetry.recurrent import StateMonitor
+from probemon.telemetry import RoutingSettings
+from probemon.telemetry.recurrent.recorder import StateRecorder
 
 VOCABULARY, HIDDEN, N_PROBES, PAD = 61, 16, 12, 0
 SSM = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_ssm": 32}
@@ -102,16 +103,17 @@ class Watch:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a pack without a fingerprint fits every random host
             self.manager = DynamicProbeManager(self._pack())
-            self.run = self.manager.attach(model, routing=reads)
+            follows = states and kind in RECURRENT
+            self.run = self.manager.attach(model, routing=RoutingSettings(states=True) if follows else reads)
         self.states: dict[int, dict[str, Tensor]] = {}
         self.reads: dict[tuple[int, int, int], dict[str, Any]] | None = {} if reads else None
-        self.monitor = StateMonitor(model, states=True) if states and kind in RECURRENT else None
+        self.recorder: StateRecorder | None = self.run.routing.states if follows else None
 
     @property
-    def states_monitor(self) -> StateMonitor:
-        """The monitor of a recurrent host."""
-        assert self.monitor is not None
-        return self.monitor
+    def states_recorder(self) -> StateRecorder:
+        """What is recorded of a recurrent host."""
+        assert self.recorder is not None
+        return self.recorder
 
     def _pack(self) -> ProbePack:
         generator = torch.Generator().manual_seed(2)
@@ -120,11 +122,11 @@ class Watch:
             name="random",
             concepts=[{"id": f"c{i}", "name": f"random {i}", "parents": []} for i in range(N_PROBES)],
             weights={
-                "w1": torch.randn(N_PROBES, 1, HIDDEN, generator=generator) / 4,
+                "w1": torch.randn(N_PROBES, 1, self.model.config.hidden_size, generator=generator) / 4,
                 "b1": torch.randn(N_PROBES, 1, generator=generator) / 4,
             },
             score_rule="independent",
-            host={"model_id": "random", "hidden_size": HIDDEN, "n_layers": self.model.config.num_hidden_layers},
+            host={"model_id": "random", "n_layers": self.model.config.num_hidden_layers},
             licence="CC0-1.0",
             inputs=[{"site": site, "norm": "rmsnorm"} for site in self._tapped],
             input_index=torch.arange(N_PROBES) % len(self._tapped),
@@ -137,9 +139,8 @@ class Watch:
         self._stack.enter_context(self.run)
         if self.reads is not None:
             self.run.routing.listen(self._read)
-        if self.monitor is not None:
-            self.monitor.listen(self._told)
-            self._stack.enter_context(self.monitor)
+        if self.recorder is not None:
+            self.recorder.listen(self._told)
         return self
 
     def __exit__(
@@ -165,21 +166,21 @@ class Watch:
         first: Any = None,
         *,
         plain: Any = None,
-        last: int = 1,
+        last: int | Sequence[int] = 1,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> float:
         """How far the scores and states of `out [B, T]` are from those of one forward of each row alone.
 
         `first`: how many columns of padding stand before each row. `last`: how many tokens at the end the host never
-        ran. `plain`: the host that makes the forwards, where it is not the one that was watched. `around`: what they
-        run in. Infinite where a token is missing or is another one.
+        ran, or how many columns of padding stand after each row. `plain`: the host that makes the forwards, where it is
+        not the one that was watched. `around`: what they run in. Infinite where a token is missing or is another one.
         """
         plain = self.model if plain is None else plain
         worst = 0.0
         result = self.run.result(out)
         for row, line in enumerate(out.tolist()):
             begin = 0 if first is None else first[row]
-            ids = line[begin : len(line) - last]
+            ids = line[begin : len(line) - (last if isinstance(last, int) else last[row])]
             with around():
                 hidden, cache = plain_states(plain, ids, self._tapped)
             expected = self.manager.score_all(hidden).numpy()
@@ -195,7 +196,7 @@ class Watch:
                 worst = max(worst, float(np.abs(result.scores.active_scores(i) - scores[probes]).max()))
             if self.reads is not None:
                 worst = max(worst, self._reads_distance(plain, row, begin, ids))
-            if self.monitor is not None:
+            if self.recorder is not None:
                 told = self.states.get(row, {})
                 states = states_in(cache)
                 if len(told) != len(states):

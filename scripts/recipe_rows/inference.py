@@ -17,7 +17,6 @@ from transformers import DynamicCache
 from probemon.errors import NotSupportedDecoding
 from probemon.host.recurrent.scan import scan_chunked, scan_loop, scan_parallel
 from probemon.models.ltm import memory_of
-from probemon.telemetry.recurrent import StateMonitor
 from recipe_rows.hosts import (
     GREEDY,
     IDS,
@@ -135,12 +134,14 @@ def padded_after(kind: str) -> Found:
     model = make(kind)
     ids, mask = _padded_after()
     with torch.no_grad():
-        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        with Watch(model) as watch:
+            logits = model(ids, attention_mask=mask, use_cache=False).logits
         alone = torch.stack(
             [model(row[None, first:]).logits[0, -1] for row, first in zip(PADDED, PADDING, strict=True)]
         )
     last = mask.sum(1) - 1
-    return Found(largest(logits[torch.arange(3), last], alone), None, largest(logits[:, -1], alone))
+    seen = watch.distance(ids, last=PADDING)
+    return Found(largest(logits[torch.arange(3), last], alone), seen, largest(logits[:, -1], alone))
 
 
 @recipe("padding after the text, slots", "probemon", "it is refused", on=("ltm",), bound=None)
@@ -168,7 +169,7 @@ def second_turn(kind: str) -> Found:
 
 @recipe("several tokens on a used cache", "transformers", "logits are those of one forward", on=BOTH, bound=1e-5)
 def pieces(kind: str) -> Found:
-    return _pieces(kind, [7, 6, 6, 5], watched=kind != "mamba2")
+    return _pieces(kind, [7, 6, 6, 5])
 
 
 @recipe(
@@ -176,19 +177,21 @@ def pieces(kind: str) -> Found:
     bound=1e-5, trap="several at once: Mamba-1 begins again from a state of zeros", trap_least=1e-3,
 )  # fmt: skip
 def pieces_of_mamba(kind: str) -> Found:
-    one_by_one = _pieces(kind, [7] + [1] * 17, watched=False)
-    return Found(one_by_one.value, None, _pieces(kind, [7, 6, 6, 5], watched=False).value)
+    one_by_one = _pieces(kind, [7] + [1] * 17)
+    return Found(one_by_one.value, one_by_one.watched, _pieces(kind, [7, 6, 6, 5], watched=False).value)
 
 
-def _pieces(kind: str, sizes: list[int], *, watched: bool) -> Found:
+def _pieces(kind: str, sizes: list[int], *, watched: bool = True, followed: bool = True) -> Found:
+    """Forwards of pieces on one cache; `followed`: as a loop by hand, without which a recurrent state is refused."""
     model = make(kind)
     name = "cache_params" if kind.startswith("mamba") else "past_key_values"
     parts: list[Tensor] = []
     cache, done = None, 0
-    watch = Watch(model, states=kind == "ltm") if watched else None
+    watch = Watch(model) if watched else None
+    loop = watch.run.generating(IDS.shape[1]) if watch is not None and followed and kind != "ltm" else nullcontext()
     with torch.no_grad():
         expected = model(IDS[:2], use_cache=False).logits
-        with watch or nullcontext():
+        with watch or nullcontext(), loop:
             for part in IDS[:2].split(sizes, dim=1):
                 more: dict[str, Any] = {} if cache is None else {name: cache}
                 if kind == "falcon_h1":
@@ -206,7 +209,7 @@ def _pieces(kind: str, sizes: list[int], *, watched: bool) -> Found:
 )  # fmt: skip
 def pieces_refused(kind: str) -> Refused:
     with refusal(NotSupportedDecoding, "use generate()") as met:
-        _pieces(kind, [7, 6, 6, 5], watched=True)
+        _pieces(kind, [7, 6, 6, 5], followed=False)
     return met[0]
 
 
@@ -298,8 +301,8 @@ def streaming(kind: str) -> Found:
 def scans(kind: str) -> Found:
     model = make(kind)
     inputs: list[Any] = []
-    with StateMonitor(model, states=True) as monitor, torch.no_grad():
-        stack: Any = monitor.stacks[0]
+    with Watch(model) as watch, torch.no_grad():
+        stack: Any = watch.states_recorder.stacks[0]
         updates = stack.updates
 
         def kept(*arguments: Any) -> Any:
@@ -315,7 +318,8 @@ def scans(kind: str) -> Found:
     for states in (scan_loop(log, added), scan_chunked(log, added, chunk=5), scan_parallel(log, added)):
         worst = max(worst, largest(states[-1], expected))
     decays = torch.full((64,), -1.6).cumsum(0).exp()
-    return Found(worst, None, float((~(1 / decays).cumsum(0).isfinite()).sum()))
+    trap = float((~(1 / decays).cumsum(0).isfinite()).sum())
+    return Found(worst, watch.distance(IDS[:1], last=0), trap)
 
 
 @contextmanager
@@ -342,6 +346,20 @@ def compiled(kind: str) -> Found:
             found = [fast(IDS[:1, :n], use_cache=False).logits for n in (12, 8)]
         value = largest(found, expected) if n_graphs() else float("inf")
     return Found(value, max(watch.distance(IDS[:1, :n], last=0) for n in (12, 8)))
+
+
+@recipe(
+    "torch.compile, whole host", "torch.compile (inductor)",
+    "logits of generate() are those of one forward; something was compiled", on=("mamba2",), bound=1e-5,
+)  # fmt: skip
+def compiled_whole(kind: str) -> Found:
+    model, plain = make(kind), make(kind)
+    with _dynamo() as n_graphs:
+        with Watch(model, states=False) as watch:
+            model.forward = torch.compile(model.forward)
+            out, logits = greedy(model, IDS[:1, :9], max_new_tokens=4)
+        value = largest(logits, forwards(plain, out, [0], 4)) if n_graphs() else float("inf")
+    return Found(value, watch.distance(out, plain=plain))
 
 
 @recipe(

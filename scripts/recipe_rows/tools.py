@@ -87,7 +87,7 @@ def tokens(kind: str) -> Found:
     ran: list[Any] = []
     with Watch(model) as watch:
         model.generate(IDS[:1, :5], **{**GREEDY, "max_new_tokens": 1})  # tries what the host can do
-        monitor = watch.states_monitor
+        monitor = watch.states_recorder
         before = monitor.n_tokens
         hook = model.get_input_embeddings().register_forward_hook(lambda m, args, out: ran.append(args[0].numel()))
         out = model.generate(IDS[:, :9], **GREEDY)

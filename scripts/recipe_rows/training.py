@@ -102,14 +102,14 @@ def autocast(kind: str) -> Found:
 
 @recipe(
     "mixed precision, slots", "torch.autocast", "share of the slots' tensors that are not fp32 under autocast",
-    on=("ltm",),
+    on=("ltm",), watched_bound=0.02,
 )  # fmt: skip
 def autocast_slots(kind: str) -> Found:
     model = make(kind)
-    with torch.no_grad(), bf16():
+    with torch.no_grad(), bf16(), Watch(model, states=False) as watch:
         memories = [layer.memory for layer in model(IDS, use_cache=True).past_key_values.layers]
     kept = [getattr(memory, name).dtype for memory in memories for name in ("keys", "values", "strength")]
-    return Found(sum(dtype != torch.float32 for dtype in kept) / len(kept))
+    return Found(sum(dtype != torch.float32 for dtype in kept) / len(kept), watch.distance(IDS, last=0, around=bf16))
 
 
 @recipe(
@@ -121,13 +121,15 @@ def autocast_slots(kind: str) -> Found:
 def states_in_bf16(kind: str) -> Found:
     half, whole = make(kind).bfloat16(), make(kind)
     with torch.no_grad():
-        kept = states_in(cache_of(half(IDS, use_cache=True)))
+        with Watch(half, states=False) as watch:  # it convolves in bf16, what follows its states in fp32
+            kept = states_in(cache_of(half(IDS, use_cache=True)))
         right = states_in(cache_of(whole(IDS, use_cache=True)))
         with bf16():
             wrong = states_in(cache_of(whole(IDS, use_cache=True)))
     rounded = all(state.dtype == torch.bfloat16 for state in wrong)
     trap = largest(wrong, right) if rounded else 0.0
-    return Found(sum(state.dtype != torch.float32 for state in kept) / len(kept), None, trap)
+    off = sum(state.dtype != torch.float32 for state in kept) / len(kept)
+    return Found(off, watch.distance(IDS, last=0), trap)
 
 
 @recipe(

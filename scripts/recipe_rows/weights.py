@@ -166,7 +166,10 @@ def int8_recall(kind: str) -> Found:
 
     model = recall_host()
     _quantised(model, Int8WeightOnlyConfig())
-    return Found(1 - ltm_recall.recall(model, 96, 256)["recall"])
+    ids = ltm_recall.sequences(2, 60, torch.Generator().manual_seed(5))[0]
+    with torch.no_grad(), Watch(model) as watch:
+        model(ids)
+    return Found(1 - ltm_recall.recall(model, 96, 256)["recall"], watch.distance(ids, last=0))
 
 
 @recipe(
@@ -238,7 +241,7 @@ def disk_offload(kind: str) -> Found:
 
 
 def _offloaded(model: Any, plain: Any) -> Found:
-    with Watch(model, states=model.config.model_type == "probemon_ltm") as watch:
+    with Watch(model) as watch:
         out = model.generate(PADDED, attention_mask=MASK, **GREEDY)
     with torch.no_grad():
         difference = largest(model(IDS).logits, plain(IDS).logits)

@@ -11,7 +11,7 @@ import torch
 
 import host_recipes
 from probemon.host.recurrent import scan
-from probemon.telemetry.recurrent import monitor
+from probemon.telemetry.recurrent import recorder
 from recipe_rows import RECIPES, inference, training, weights
 from recipe_rows.rows import Found, Refused, judge, refusal, run
 
@@ -57,7 +57,7 @@ def test_states_that_are_off_by_one_token_fail_though_every_logit_is_right(monke
     def late(log_decay, added, start=None):
         return scan.scan_loop(log_decay.roll(1, 0), added, start)
 
-    monkeypatch.setattr(monitor, "scan_loop", late)
+    monkeypatch.setattr(recorder, "scan_loop", late)
     row = run(BY_NAME["batched generation"], "mamba2")
     assert row.verdict == "failed" and row.value < 1e-5 and row.watched > 1e-3
 
@@ -69,7 +69,7 @@ def test_gradients_that_were_never_unscaled_fail(monkeypatch):
 
 def test_a_trap_that_is_gone_and_a_refusal_that_does_not_come_fail(monkeypatch):
     pieces = inference._pieces
-    monkeypatch.setattr(inference, "_pieces", lambda kind, sizes, watched: pieces(kind, [7] + [1] * 17, watched=False))
+    monkeypatch.setattr(inference, "_pieces", lambda kind, sizes, **how: pieces(kind, [7] + [1] * 17, watched=False))
     row = run(BY_NAME["tokens one by one on a used cache"], "mamba")
     assert row.verdict == "failed" and row.value < 1e-5 and row.trap_value < 1e-5
     row = run(BY_NAME["several tokens on a used cache, watched"], "mamba")

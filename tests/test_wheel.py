@@ -101,4 +101,10 @@ def test_who_made_it_and_what_it_is_are_in_the_metadata(installed):
     assert sum(line.startswith("Classifier: ") for line in metadata) >= 8
     assert not any("llama" in line or "Requires-Dist: llm" in line for line in metadata)
     assert (folder / "entry_points.txt").read_text() == "[console_scripts]\nprobemon = probemon.cli:main\n"
-    assert (installed / "probemon/py.typed").is_file() and (installed / "probemon/offline/report_page").is_dir()
+    assert (installed / "probemon/py.typed").is_file()
+
+
+@pytest.mark.parametrize("folder", ["offline/report_page", "serving/page", "core/page_code"])
+def test_the_files_of_pages_are_installed(installed, folder):
+    files = {file.name: file.read_bytes() for file in (ROOT / "probemon" / folder).iterdir() if file.is_file()}
+    assert {name: (installed / "probemon" / folder / name).read_bytes() for name in files} == files and files

@@ -2,18 +2,27 @@
 
 import { el } from "./elements.js";
 
-/** Show in `tip` the lines that `describe(node)` returns, for a node of `container` that the selector picks; no lines, no tip. */
+/**
+ * Show in `tip` the lines that `describe(node)` returns, for a node of `container` that the selector picks; no lines,
+ * no tip.
+ */
 export function tips(tip, container, selector, describe) {
   const show = (event) => {
-    const node = event.target.closest(selector), lines = node ? describe(node) : [];
+    const node = event.target.closest(selector);
+    const lines = node ? describe(node) : [];
     tip.hidden = !lines.length;
     if (tip.hidden) return;
     tip.replaceChildren(...lines.map((line) => el("div", {}, line)));
-    const at = node.getBoundingClientRect(), box = tip.getBoundingClientRect();
+    const at = node.getBoundingClientRect();
+    const box = tip.getBoundingClientRect();
     tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - box.width - 8))}px`;
-    tip.style.top = `${at.bottom + box.height + 10 < innerHeight ? at.bottom + 6 : Math.max(4, at.top - box.height - 6)}px`;
+    const below = at.bottom + box.height + 10 < innerHeight;
+    tip.style.top = `${below ? at.bottom + 6 : Math.max(4, at.top - box.height - 6)}px`;
   };
   container.addEventListener("pointerover", show);
   container.addEventListener("focusin", show);
-  for (const name of ["pointerleave", "focusout"]) container.addEventListener(name, () => { tip.hidden = true; });
+  for (const name of ["pointerleave", "focusout"])
+    container.addEventListener(name, () => {
+      tip.hidden = true;
+    });
 }

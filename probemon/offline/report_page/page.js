@@ -6,6 +6,7 @@ import { $, el } from "./elements.js";
 import { hierarchyOf } from "./hierarchy.js";
 import { segments } from "./segments.js";
 import { BREAKS, step, strengthOver } from "./strength.js";
+import { tips } from "./tip.js";
 import { count, percent, plural, score } from "./words.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -104,20 +105,6 @@ function go(where, replace = false) {
 // -- the tip under the pointer or the focus ------------------------------------------------------
 
 const tip = $("tip");
-function tips(container, selector, describe) {
-  const show = (event) => {
-    const node = event.target.closest(selector);
-    if (!node) { tip.hidden = true; return; }
-    tip.replaceChildren(...describe(node).map((line) => el("div", {}, line)));
-    tip.hidden = false;
-    const at = node.getBoundingClientRect(), box = tip.getBoundingClientRect();
-    tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - box.width - 8))}px`;
-    tip.style.top = `${at.bottom + box.height + 10 < innerHeight ? at.bottom + 6 : Math.max(4, at.top - box.height - 6)}px`;
-  };
-  container.addEventListener("pointerover", show);
-  container.addEventListener("focusin", show);
-  for (const name of ["pointerleave", "focusout"]) container.addEventListener(name, () => { tip.hidden = true; });
-}
 
 function pager(node, n, size, page, to) {
   const pages = Math.max(1, Math.ceil(n / size));
@@ -606,11 +593,11 @@ choices($("shade"), ["share", "mean", "highest"], "share");
 choices($("cells"), ["share", "highest"], "share");
 const thresholds = concepts.threshold.some((x) => x !== null) ? ["strength"] : [];
 choices($("colour"), [...thresholds, "score", "count"], [...thresholds, "score"][0]);
-tips($("icicle"), "button", ({ cell: { c, rest } }) => {
+tips(tip, $("icicle"), "button", ({ cell: { c, rest } }) => {
   if (!rest) return c === null ? ["All concepts", `${count(totals.rows)} scores over the floor`] : facts(c);
   return [`${plural(rest.length, "narrower concept")}${c === null ? "" : ` below ${concepts.name[c]}`}`, rest.slice(0, 5).map((n) => concepts.name[n]).join(", ") + (rest.length > 5 ? ", …" : "")];
 });
-tips($("concept-rows"), ".cells span", describeCell);
+tips(tip, $("concept-rows"), ".cells span", describeCell);
 $("icicle").addEventListener("click", (event) => event.target.cell && zoom(event.target.cell));
 $("icicle").addEventListener("keydown", moveInIcicle);
 for (const name of ["click", "keydown"]) $("concept-rows").addEventListener(name, onStrip);

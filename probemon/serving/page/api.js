@@ -16,7 +16,9 @@ async function refusal(response) {
   try {
     const { error } = JSON.parse(text);
     message = error?.message ?? error ?? message;
-  } catch { /* it is no JSON: its text is the message */ }
+  } catch {
+    /* it is no JSON: its text is the message */
+  }
   return new Refused(response.status, String(message || response.statusText || `status ${response.status}`));
 }
 
@@ -30,10 +32,16 @@ export const getPack = () => getJson("/v1/probemon/pack");
 export const getRuns = () => getJson("/v1/probemon/requests").then(({ requests }) => requests);
 export const getRun = (id) => getJson(`/v1/probemon/requests/${encodeURIComponent(id)}`);
 
-/** Ask for a chat's answer and read it to its end; `begun(id)` is called at its first chunk. What it says comes by the events. */
+/**
+ * Ask for a chat's answer and read it to its end; `begun(id)` is called at its first chunk. What it says comes by the
+ * events.
+ */
 export async function ask(body, signal, begun) {
   const response = await fetch("/v1/chat/completions", {
-    method: "POST", signal, headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ ...body, stream: true }),
+    method: "POST",
+    signal,
+    headers: headers({ "Content-Type": "application/json" }),
+    body: JSON.stringify({ ...body, stream: true }),
   });
   if (!response.ok) throw await refusal(response);
   let id = null;
@@ -41,14 +49,15 @@ export async function ask(body, signal, begun) {
     if (data === "[DONE]") break;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Refused(500, String(chunk.error.message ?? chunk.error));
-    if (id === null && chunk.id) begun(id = chunk.id);
+    if (id === null && chunk.id) begun((id = chunk.id));
   }
 }
 
 /** Server-sent events of a body: {id, event, data, retry}, as the standard says it. */
 export async function* readEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "", fields = {};
+  let rest = "";
+  let fields = {};
   try {
     for (;;) {
       const { value, done } = await reader.read();

@@ -10,19 +10,31 @@ import { answerOf, isRunning } from "./state.js";
 import { coverageOf } from "./now.js";
 import { drawTokens } from "./tokens.js";
 
-const TOP_K = 12, NEAR_END = 60; // pixels
+const TOP_K = 12;
+const NEAR_END = 60; // pixels
 const ROLES = { user: "You", assistant: "Answer", system: "System", developer: "Developer", tool: "Tool" };
-const textOf = (content) => typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content);
+const textOf = (content) =>
+  typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content);
 
 function messageNode(app, run, message, i) {
   const known = message.role === "assistant" ? answerOf(app.state, run.messages, i) : null;
-  return el("article", { class: `message ${message.role in ROLES ? message.role : "other"}` },
-    el("h3", {}, el("span", {}, ROLES[message.role] ?? clip(message.role, 30)), known !== null && el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts")),
-    el("div", { class: "text", dir: "auto" }, harmless(textOf(message.content), "\n\t")));
+  return el(
+    "article",
+    { class: `message ${message.role in ROLES ? message.role : "other"}` },
+    el(
+      "h3",
+      {},
+      el("span", {}, ROLES[message.role] ?? clip(message.role, 30)),
+      known !== null &&
+        el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts"),
+    ),
+    el("div", { class: "text", dir: "auto" }, harmless(textOf(message.content), "\n\t")),
+  );
 }
 
 function drawMessages(app, run) {
-  const box = $("messages"), pending = app.asking !== null && app.asking.id === null ? app.asking.messages : null;
+  const box = $("messages");
+  const pending = app.asking !== null && app.asking.id === null ? app.asking.messages : null;
   const messages = pending ?? run?.messages ?? (run?.prompt ? [{ role: "user", content: run.prompt }] : []);
   const key = JSON.stringify([run?.id ?? null, messages, app.state.runs.size]);
   if (box.key === key) return;
@@ -30,41 +42,58 @@ function drawMessages(app, run) {
   box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages }, message, i)));
 }
 
-/** Where a reader begins who comes to an answer: at its pinned token, else where it was asked for; one that goes on is followed. */
+/**
+ * Where a reader begins who comes to an answer: at its pinned token, else where it was asked for; one that goes on is
+ * followed.
+ */
 function scrollTo(run, view) {
-  const pinned = view === null ? null : $("answer").querySelector(".pinned"), last = $("messages").lastElementChild;
+  const pinned = view === null ? null : $("answer").querySelector(".pinned");
+  const last = $("messages").lastElementChild;
   if (pinned) pinned.scrollIntoView({ block: "center" });
   else if (run !== null && !isRunning(run) && last) $("thread").scrollTop = last.offsetTop - $("thread").offsetTop - 14;
   else $("thread").scrollTop = $("thread").scrollHeight;
 }
 
 export function drawChat(app, view) {
-  const run = app.run(), thread = $("thread"), pending = app.asking !== null && app.asking.id === null;
+  const run = app.run();
+  const thread = $("thread");
+  const pending = app.asking !== null && app.asking.id === null;
   const atEnd = thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
   $("empty").hidden = run !== null || pending;
   $("gone").hidden = app.gone === null;
   $("gone").textContent = app.gone ?? "";
   drawMessages(app, run);
-  $("answer-panel").hidden = (view === null && run === null) && !pending;
-  $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !(view?.choice.tokens.length)));
+  $("answer-panel").hidden = view === null && run === null && !pending;
+  $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !view?.choice.tokens.length));
   $("answer-wait").textContent = pending ? "Waiting for its turn" : "Reading the prompt";
-  const arrived = $("answer").run !== run || $("answer").choice !== view?.choice || pending && !$("answer").pending;
+  const arrived = $("answer").run !== run || $("answer").choice !== view?.choice || (pending && !$("answer").pending);
   $("answer").pending = pending;
-  if ($("answer").run !== run || $("answer").choice !== view?.choice) { $("answer").replaceChildren(); Object.assign($("answer"), { run, choice: view?.choice, drawn: [] }); }
-  if (view !== null && !pending) drawTokens($("answer"), view); else if (pending) { $("answer").replaceChildren(); $("answer").drawn = []; }
+  if ($("answer").run !== run || $("answer").choice !== view?.choice) {
+    $("answer").replaceChildren();
+    Object.assign($("answer"), { run, choice: view?.choice, drawn: [] });
+  }
+  if (view !== null && !pending) drawTokens($("answer"), view);
+  else if (pending) {
+    $("answer").replaceChildren();
+    $("answer").drawn = [];
+  }
   drawFoot(app, run, view, pending);
   drawChoices(app, run);
   if (arrived) scrollTo(run, view);
-  else if (atEnd && app.follow && run !== null && isRunning(run) && app.hoverAt === null) thread.scrollTop = thread.scrollHeight;
-  $("newest").hidden = run === null || !isRunning(run) || thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
+  else if (atEnd && app.follow && run !== null && isRunning(run) && app.hoverAt === null)
+    thread.scrollTop = thread.scrollHeight;
+  $("newest").hidden =
+    run === null || !isRunning(run) || thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
   $("follow").hidden = app.follow || app.state.runs.size === 0;
   drawComposer(app, run);
 }
 
 function drawFoot(app, run, view, pending) {
-  const running = run !== null && isRunning(run), ending = run === null || pending ? "" : endingOf(run, view?.i ?? 0);
+  const running = run !== null && isRunning(run);
+  const ending = run === null || pending ? "" : endingOf(run, view?.i ?? 0);
   $("answer-state").textContent = pending || run === null ? "" : running && !ending ? "answering" : ending;
-  $("answer-state").className = `state ${run?.error !== null && run !== null ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
+  $("answer-state").className =
+    `state ${run?.error !== null && run !== null ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
   $("answer-coverage").textContent = view === null || pending ? "" : coverageOf(view);
   const unlike = view?.choice.summary?.unlike;
   $("answer-unlike").hidden = !unlike || pending;
@@ -72,15 +101,29 @@ function drawFoot(app, run, view, pending) {
 }
 
 function drawChoices(app, run) {
-  const box = $("choices"), n = run === null ? 0 : Math.max(run.n, run.choices.length), key = `${run?.id} ${n} ${app.place.choice}`;
+  const box = $("choices");
+  const n = run === null ? 0 : Math.max(run.n, run.choices.length);
+  const key = `${run?.id} ${n} ${app.place.choice}`;
   if (box.key === key) return;
   box.key = key;
   box.hidden = n < 2;
-  box.replaceChildren(...Array.from({ length: n }, (_, i) => el("a", { href: hashOf({ ...NOWHERE, answer: run.id, choice: i }), "aria-current": i === app.place.choice ? "true" : undefined }, `${i + 1}`)));
+  box.replaceChildren(
+    ...Array.from({ length: n }, (_, i) =>
+      el(
+        "a",
+        {
+          href: hashOf({ ...NOWHERE, answer: run.id, choice: i }),
+          "aria-current": i === app.place.choice ? "true" : undefined,
+        },
+        `${i + 1}`,
+      ),
+    ),
+  );
 }
 
 function drawComposer(app, run) {
-  const busy = app.asking !== null, goesOn = run !== null && run.kind === "chat" && !run.pack;
+  const busy = app.asking !== null;
+  const goesOn = run !== null && run.kind === "chat" && !run.pack;
   $("send").textContent = busy ? "Stop" : "Send";
   $("send").className = busy ? "stop" : "primary";
   $("new").hidden = run === null;
@@ -89,12 +132,26 @@ function drawComposer(app, run) {
 
 /** Ask for an answer to the conversation that is shown and what was typed. */
 async function send(app) {
-  const typed = $("ask").value.trim(), run = app.run();
+  const typed = $("ask").value.trim();
+  const run = app.run();
   if (!typed) return;
-  if (app.state.pack === null) { app.complain("The server has not answered yet: send it again once this page is live."); return; }
-  const before = run !== null && run.kind === "chat" && !run.pack && run.messages !== null ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }] : [];
-  const messages = [...before, { role: "user", content: typed }], control = new AbortController();
-  const body = { model: app.state.pack.model, messages, max_tokens: Number($("max-tokens").value) || 200, temperature: Number($("temperature").value) || 0, probemon: { top_k: TOP_K, rules: asked(app.rules) } };
+  if (app.state.pack === null) {
+    app.complain("The server has not answered yet: send it again once this page is live.");
+    return;
+  }
+  const before =
+    run !== null && run.kind === "chat" && !run.pack && run.messages !== null
+      ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }]
+      : [];
+  const messages = [...before, { role: "user", content: typed }];
+  const control = new AbortController();
+  const body = {
+    model: app.state.pack.model,
+    messages,
+    max_tokens: Number($("max-tokens").value) || 200,
+    temperature: Number($("temperature").value) || 0,
+    probemon: { top_k: TOP_K, rules: asked(app.rules) },
+  };
   app.asking = { id: null, messages, control };
   app.complain("");
   app.follow = true;
@@ -102,7 +159,10 @@ async function send(app) {
   grow();
   app.draw();
   try {
-    await ask(body, control.signal, (id) => { app.asking.id = id; app.go({ answer: id }); });
+    await ask(body, control.signal, (id) => {
+      app.asking.id = id;
+      app.go({ answer: id });
+    });
   } catch (error) {
     if (error.name !== "AbortError") {
       app.complain(error.status ? error.message : `The server did not answer: ${error.message}`);
@@ -122,14 +182,34 @@ function grow() {
 }
 
 export function compose(app) {
-  const act = () => { if (app.asking !== null) app.asking.control.abort(); else send(app); };
-  $("composer").addEventListener("submit", (event) => { event.preventDefault(); act(); });
+  const act = () => {
+    if (app.asking !== null) app.asking.control.abort();
+    else send(app);
+  };
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    act();
+  });
   $("ask").addEventListener("input", grow);
   $("ask").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (app.asking === null) send(app); }
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (app.asking === null) send(app);
+    }
   });
-  $("new").addEventListener("click", () => { app.follow = false; app.go({ answer: null }); $("ask").focus(); });
-  $("newest").addEventListener("click", () => { $("thread").scrollTop = $("thread").scrollHeight; app.draw(); });
+  $("new").addEventListener("click", () => {
+    app.follow = false;
+    app.go({ answer: null });
+    $("ask").focus();
+  });
+  $("newest").addEventListener("click", () => {
+    $("thread").scrollTop = $("thread").scrollHeight;
+    app.draw();
+  });
   $("thread").addEventListener("scroll", () => app.draw(), { passive: true });
-  for (const example of document.querySelectorAll("#examples button")) example.addEventListener("click", () => { $("ask").value = example.textContent; send(app); });
+  for (const example of document.querySelectorAll("#examples button"))
+    example.addEventListener("click", () => {
+      $("ask").value = example.textContent;
+      send(app);
+    });
 }

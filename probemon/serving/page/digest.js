@@ -5,29 +5,48 @@ import { strengthOver } from "./strength.js";
 /**
  * The digest of a choice up to its token `upto` (an index; by default all): {leaders, concepts, marks}.
  *
- * `leaders[i]`: of token i the concepts that fire, less those that stand above another that fires, the strongest first: [{c, score, strength}].
+ * `leaders[i]`: of token i the concepts that fire, less those that stand above another that fires, the strongest
+ * first: [{c, score, strength}].
  * `near[i]`: of token i the concepts told that do not fire, the nearest first.
- * `concepts`: by concept {c, first, n, nLead, peak, peakAt}: the first token at which it fired, at how many it fired and led, its greatest strength.
- * `marks`: by leading concept its number, from 1 in the order in which they began: it does not change as the answer grows.
+ * `concepts`: by concept {c, first, n, nLead, peak, peakAt}: the first token at which it fired, at how many it fired
+ * and led, its greatest strength.
+ * `marks`: by leading concept its number, from 1 in the order in which they began: it does not change as the answer
+ * grows.
  */
 export function digest(choice, pack, upto = choice.tokens.length - 1) {
   const known = cache.get(choice);
   if (known && known.version === choice.version && known.upto === upto && known.pack === pack) return known.value;
-  const leaders = [], near = [], concepts = new Map(), nears = new Map(), marks = new Map();
+  const leaders = [];
+  const near = [];
+  const concepts = new Map();
+  const nears = new Map();
+  const marks = new Map();
   const note = (map, c, i, strength) => {
     const found = map.get(c) ?? { c, first: i, n: 0, nLead: 0, peak: -Infinity, peakAt: i };
     found.n++;
-    if (strength !== null && strength > found.peak) { found.peak = strength; found.peakAt = i; }
+    if (strength !== null && strength > found.peak) {
+      found.peak = strength;
+      found.peakAt = i;
+    }
     map.set(c, found);
     return found;
   };
   choice.tokens.slice(0, upto + 1).forEach((token, i) => {
-    const told = new Map(token.top.map(([c, score, strength]) => [c, { c, score, strength: strength ?? strengthOver(pack.concepts[c].threshold, score) }]));
-    const fired = new Set(token.fired), above = new Set();
+    const told = new Map(
+      token.top.map(([c, score, strength]) => [
+        c,
+        { c, score, strength: strength ?? strengthOver(pack.concepts[c].threshold, score) },
+      ]),
+    );
+    const fired = new Set(token.fired);
+    const above = new Set();
     for (const c of fired) pack.ancestors(c).forEach((a) => above.add(a));
     const known = (c) => told.get(c) ?? { c, score: null, strength: null };
     for (const c of fired) note(concepts, c, i, known(c).strength);
-    const leading = [...fired].filter((c) => !above.has(c)).map(known).sort((a, b) => (b.strength ?? -Infinity) - (a.strength ?? -Infinity) || a.c - b.c);
+    const leading = [...fired]
+      .filter((c) => !above.has(c))
+      .map(known)
+      .sort((a, b) => (b.strength ?? -Infinity) - (a.strength ?? -Infinity) || a.c - b.c);
     for (const { c } of leading) {
       concepts.get(c).nLead++;
       if (!marks.has(c)) marks.set(c, marks.size + 1);
@@ -44,21 +63,28 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
 const cache = new WeakMap();
 
 /** How strong in three steps, of which each looks different without colour, too. */
-export const tint = (strength) => strength === null ? 1 : strength < 0.5 ? 0 : strength < 2 ? 1 : 2;
+export const tint = (strength) => (strength === null ? 1 : strength < 0.5 ? 0 : strength < 2 ? 1 : 2);
 
 /** Concepts that led somewhere, those that led at most tokens first. */
 export function foremost({ concepts }) {
-  return [...concepts.values()].filter(({ nLead }) => nLead).sort((a, b) => b.nLead - a.nLead || b.peak - a.peak || a.c - b.c);
+  return [...concepts.values()]
+    .filter(({ nLead }) => nLead)
+    .sort((a, b) => b.nLead - a.nLead || b.peak - a.peak || a.c - b.c);
 }
 
 /** At most `most` of these, in the order of their numbers. */
 export function lanesOf(told, most) {
-  return foremost(told).slice(0, most).sort((a, b) => told.marks.get(a.c) - told.marks.get(b.c));
+  return foremost(told)
+    .slice(0, most)
+    .sort((a, b) => told.marks.get(a.c) - told.marks.get(b.c));
 }
 
 /** Concepts that never fired, the nearest to their thresholds first, at most `most`. */
 export function nearest({ concepts, nears }, most) {
-  return [...nears.values()].filter(({ c }) => !concepts.has(c)).sort((a, b) => b.peak - a.peak || a.c - b.c).slice(0, most);
+  return [...nears.values()]
+    .filter(({ c }) => !concepts.has(c))
+    .sort((a, b) => b.peak - a.peak || a.c - b.c)
+    .slice(0, most);
 }
 
 /** Places in a text as JavaScript counts them, where a character beyond 0xFFFF is two. */
@@ -66,16 +92,24 @@ export function utf16Places(text) {
   if (!/[\ud800-\udbff]/.test(text)) return (at) => Math.min(at, text.length);
   const places = [];
   let at = 0;
-  for (const character of text) { places.push(at); at += character.length; }
+  for (const character of text) {
+    places.push(at);
+    at += character.length;
+  }
   places.push(at);
   return (i) => places[Math.min(i, places.length - 1)];
 }
 
 /** A pack as the server tells it, with who stands above whom and what a name means. */
 export function readPack(told, hierarchyOf) {
-  const { path, ancestors } = hierarchyOf(told.concepts.map(({ parents }) => parents)), known = new Map();
-  const above = (c) => { if (!known.has(c)) known.set(c, ancestors(c)); return known.get(c); };
-  const children = told.concepts.map(() => []), roots = [];
+  const { path, ancestors } = hierarchyOf(told.concepts.map(({ parents }) => parents));
+  const known = new Map();
+  const above = (c) => {
+    if (!known.has(c)) known.set(c, ancestors(c));
+    return known.get(c);
+  };
+  const children = told.concepts.map(() => []);
+  const roots = [];
   told.concepts.forEach(({ parents }, c) => (parents.length ? children[parents[0]] : roots).push(c));
   return { ...told, path, ancestors: above, children, roots, byId: new Map(told.concepts.map(({ id }, c) => [id, c])) };
 }

@@ -1,4 +1,5 @@
-// The stream of all that the server's requests do. A connection that ends is opened again, from the event after the last one read.
+// The stream of all that the server's requests do. A connection that ends is opened again, from the event after the
+// last one read.
 
 import { readEvents, Refused } from "./api.js";
 import { headers } from "./session.js";
@@ -7,21 +8,33 @@ const SILENCE = 45_000; // ms: a server sends at least a comment every few secon
 const MOST = 20_000;
 
 /**
- * Follow the events for ever. `on.event(name, data)` is called for each, `on.state(name, wait)` with "live" once they come, "waiting" with the
+ * Follow the events for ever. `on.event(name, data)` is called for each, `on.state(name, wait)` with "live" once they
+ * come, "waiting" with the
  * milliseconds until the next attempt, and "refused" where the secret is wrong: then nothing is tried until `again()`.
  */
 export function follow(on) {
-  let last = null, retry = 1000, failures = 0, wake = null, cut = null;
+  let last = null;
+  let retry = 1000;
+  let failures = 0;
+  let wake = null;
+  let cut = null;
 
   async function connect() {
     const control = new AbortController();
     cut = () => control.abort();
     let timer = null;
-    const alive = () => { clearTimeout(timer); timer = setTimeout(() => control.abort(), SILENCE); };
+    const alive = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => control.abort(), SILENCE);
+    };
     try {
       alive();
       const response = await fetch("/v1/probemon/events", {
-        headers: headers(last === null ? { Accept: "text/event-stream" } : { Accept: "text/event-stream", "Last-Event-ID": last }), signal: control.signal, cache: "no-store",
+        headers: headers(
+          last === null ? { Accept: "text/event-stream" } : { Accept: "text/event-stream", "Last-Event-ID": last },
+        ),
+        signal: control.signal,
+        cache: "no-store",
       });
       if (!response.ok) {
         response.body?.cancel();
@@ -29,7 +42,14 @@ export function follow(on) {
       }
       failures = 0;
       on.state("live", 0);
-      const watched = response.body.pipeThrough(new TransformStream({ transform(piece, to) { alive(); to.enqueue(piece); } }));
+      const watched = response.body.pipeThrough(
+        new TransformStream({
+          transform(piece, to) {
+            alive();
+            to.enqueue(piece);
+          },
+        }),
+      );
       for await (const { id, event, data, retry: pause } of readEvents(watched)) {
         if (/^\d+$/.test(pause ?? "")) retry = Math.min(MOST, Number(pause));
         if (data !== undefined) on.event(event ?? "message", JSON.parse(data));
@@ -40,10 +60,14 @@ export function follow(on) {
     }
   }
 
-  const pause = (ms) => new Promise((resolve) => {
-    const timer = ms === null ? null : setTimeout(resolve, ms);
-    wake = () => { clearTimeout(timer); resolve(); };
-  });
+  const pause = (ms) =>
+    new Promise((resolve) => {
+      const timer = ms === null ? null : setTimeout(resolve, ms);
+      wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+    });
 
   (async () => {
     for (;;) {
@@ -57,5 +81,11 @@ export function follow(on) {
       await pause(wait);
     }
   })();
-  return { again: () => wake?.(), cut: () => cut?.(), forget: () => { last = null; } };
+  return {
+    again: () => wake?.(),
+    cut: () => cut?.(),
+    forget: () => {
+      last = null;
+    },
+  };
 }

@@ -7,64 +7,144 @@ import { clip } from "./harmless.js";
 import { above, inOneLine, nameOf, quoted, right, strengthOf } from "./said.js";
 import { hueOf } from "./tokens.js";
 
-const ROWS = 5, FULL = 5; // strength of a full bar
+const ROWS = 5;
+const FULL = 5; // strength of a full bar
 
 export const badge = (mark, kind = "") => el("span", { class: `badge h${hueOf(mark)} ${kind}` }, String(mark));
 
 function bar(strength) {
-  const inner = el("i"), node = el("span", { class: "bar", "aria-hidden": "true" }, inner);
-  inner.style.width = `${Math.max(4, Math.min(100, 100 * (strength ?? 1) / FULL))}%`;
+  const inner = el("i");
+  const node = el("span", { class: "bar", "aria-hidden": "true" }, inner);
+  inner.style.width = `${Math.max(4, Math.min(100, (100 * (strength ?? 1)) / FULL))}%`;
   return node;
 }
 
 function row(app, view, at) {
-  const { pack, digest, choice } = view, known = digest.concepts.get(at.c), mark = digest.marks.get(at.c), first = choice.tokens[known.first];
-  return el("li", { class: `leader h${mark ? hueOf(mark) : 0} t${tint(at.strength)}` },
-    el("button", { class: "concept", type: "button", "aria-pressed": String(view.concept === at.c), title: inOneLine(pack, at), click: () => app.choose(at.c) },
-      mark ? badge(mark) : "", el("bdi", {}, nameOf(pack, at.c))),
-    el("span", { class: "number" }, strengthOf(pack, at.c, at.strength, at.score)), bar(at.strength),
+  const { pack, digest, choice } = view;
+  const known = digest.concepts.get(at.c);
+  const mark = digest.marks.get(at.c);
+  const first = choice.tokens[known.first];
+  return el(
+    "li",
+    { class: `leader h${mark ? hueOf(mark) : 0} t${tint(at.strength)}` },
+    el(
+      "button",
+      {
+        class: "concept",
+        type: "button",
+        "aria-pressed": String(view.concept === at.c),
+        title: inOneLine(pack, at),
+        click: () => app.choose(at.c),
+      },
+      mark ? badge(mark) : "",
+      el("bdi", {}, nameOf(pack, at.c)),
+    ),
+    el("span", { class: "number" }, strengthOf(pack, at.c, at.strength, at.score)),
+    bar(at.strength),
     el("span", { class: "more" }, [above(pack, at.c), right(pack, at.c)].filter(Boolean).join(" · ")),
-    el("button", { class: "since", type: "button", click: () => app.pin(known.first) }, known.first === view.at ? "begins here" : `since ${quoted(first)} ${first.position}`));
+    el(
+      "button",
+      { class: "since", type: "button", click: () => app.pin(known.first) },
+      known.first === view.at ? "begins here" : `since ${quoted(first)} ${first.position}`,
+    ),
+  );
 }
 
 /** What the whole answer was about: of an answer that has ended, while no token is pointed at. */
 function wholeRow(app, view, { c, n, nLead, peak, peakAt, first }) {
-  const { pack, choice, digest } = view, mark = digest.marks.get(c), strength = peak > -Infinity ? peak : null;
+  const { pack, choice, digest } = view;
+  const mark = digest.marks.get(c);
+  const strength = peak > -Infinity ? peak : null;
   const link = (i, words) => el("button", { class: "since", type: "button", click: () => app.pin(i) }, words);
-  return el("li", { class: `leader h${hueOf(mark)} t${tint(strength)}` },
-    el("button", { class: "concept", type: "button", "aria-pressed": String(view.concept === c), click: () => app.choose(c) }, badge(mark), el("bdi", {}, nameOf(pack, c))),
-    el("span", { class: "number" }, strengthOf(pack, c, strength)), bar(strength),
+  return el(
+    "li",
+    { class: `leader h${hueOf(mark)} t${tint(strength)}` },
+    el(
+      "button",
+      { class: "concept", type: "button", "aria-pressed": String(view.concept === c), click: () => app.choose(c) },
+      badge(mark),
+      el("bdi", {}, nameOf(pack, c)),
+    ),
+    el("span", { class: "number" }, strengthOf(pack, c, strength)),
+    bar(strength),
     el("span", { class: "more" }, [above(pack, c), right(pack, c)].filter(Boolean).join(" · ")),
-    el("span", { class: "more where" }, `leads at ${nLead} of ${plural(n, "token")}, `, link(first, `from ${quoted(choice.tokens[first])} ${choice.tokens[first].position}`),
-      ...(peakAt === first ? [] : [", ", link(peakAt, `strongest at ${quoted(choice.tokens[peakAt])} ${choice.tokens[peakAt].position}`)])));
+    el(
+      "span",
+      { class: "more where" },
+      `leads at ${nLead} of ${plural(n, "token")}, `,
+      link(first, `from ${quoted(choice.tokens[first])} ${choice.tokens[first].position}`),
+      ...(peakAt === first
+        ? []
+        : [", ", link(peakAt, `strongest at ${quoted(choice.tokens[peakAt])} ${choice.tokens[peakAt].position}`)]),
+    ),
+  );
 }
 
 function drawWhole(app, view) {
   const all = foremost(view.digest);
   $("now-what").textContent = "in the whole answer";
   $("unpin").hidden = view.concept === null;
-  $("now-rows").replaceChildren(...all.slice(0, ROWS - 1).map((found) => wholeRow(app, view, found)),
-    ...(all.length ? [] : [el("li", { class: "nothing" }, "Nothing was over its threshold. What no probe fires at may be there all the same.")]));
-  $("now-last").textContent = all.length > ROWS - 1 ? `and ${plural(all.length - ROWS + 1, "more concept")}: see the lanes` : "";
+  $("now-rows").replaceChildren(
+    ...all.slice(0, ROWS - 1).map((found) => wholeRow(app, view, found)),
+    ...(all.length
+      ? []
+      : [
+          el(
+            "li",
+            { class: "nothing" },
+            "Nothing was over its threshold. What no probe fires at may be there all the same.",
+          ),
+        ]),
+  );
+  $("now-last").textContent =
+    all.length > ROWS - 1 ? `and ${plural(all.length - ROWS + 1, "more concept")}: see the lanes` : "";
 }
 
 /** Draw the panel of the token `view.at`, and a line on how much of the answer was looked at. */
 export function drawNow(app, view) {
   $("now-empty").hidden = view !== null && view.at !== null;
   $("now-body").hidden = !$("now-empty").hidden;
-  if ($("now-body").hidden) { $("now-what").textContent = ""; return; }
-  if (view.choice.finish !== null && !view.hovered && view.pinned === null && app.replay === null) { drawWhole(app, view); return; }
-  const { choice, digest, at, pack } = view, token = choice.tokens[at];
-  $("now-what").replaceChildren(view.pinned === at ? "pinned: " : view.hovered ? "at " : "now, at ", el("bdi", {}, quoted(token)), ` token ${token.position}`);
-  $("unpin").hidden = view.pinned === null && view.concept === null;
-  const leading = digest.leaders[at] ?? [], near = digest.near[at] ?? [];
-  const rows = leading.slice(0, ROWS).map((found) => row(app, view, found));
-  if (token.unseen) rows.push(el("li", { class: "nothing hatched" }, el("span", {}, `Unseen: ${clip(token.unseen, 200)}.`)));
-  else if (!leading.length) {
-    rows.push(el("li", { class: "nothing" }, `Nothing is over its threshold at this token.${near.length ? " Nearest to theirs:" : ""}`));
-    for (const found of near.slice(0, 3)) rows.push(el("li", { class: "near" }, el("bdi", {}, nameOf(pack, found.c)), el("span", { class: "number" }, strengthOf(pack, found.c, found.strength, found.score))));
+  if ($("now-body").hidden) {
+    $("now-what").textContent = "";
+    return;
   }
-  if (leading.length > ROWS) rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")} at this token`));
+  if (view.choice.finish !== null && !view.hovered && view.pinned === null && app.replay === null) {
+    drawWhole(app, view);
+    return;
+  }
+  const { choice, digest, at, pack } = view;
+  const token = choice.tokens[at];
+  $("now-what").replaceChildren(
+    view.pinned === at ? "pinned: " : view.hovered ? "at " : "now, at ",
+    el("bdi", {}, quoted(token)),
+    ` token ${token.position}`,
+  );
+  $("unpin").hidden = view.pinned === null && view.concept === null;
+  const leading = digest.leaders[at] ?? [];
+  const near = digest.near[at] ?? [];
+  const rows = leading.slice(0, ROWS).map((found) => row(app, view, found));
+  if (token.unseen)
+    rows.push(el("li", { class: "nothing hatched" }, el("span", {}, `Unseen: ${clip(token.unseen, 200)}.`)));
+  else if (!leading.length) {
+    rows.push(
+      el(
+        "li",
+        { class: "nothing" },
+        `Nothing is over its threshold at this token.${near.length ? " Nearest to theirs:" : ""}`,
+      ),
+    );
+    for (const found of near.slice(0, 3))
+      rows.push(
+        el(
+          "li",
+          { class: "near" },
+          el("bdi", {}, nameOf(pack, found.c)),
+          el("span", { class: "number" }, strengthOf(pack, found.c, found.strength, found.score)),
+        ),
+      );
+  }
+  if (leading.length > ROWS)
+    rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")} at this token`));
   $("now-rows").replaceChildren(...rows);
   $("now-last").replaceChildren(...lastFired(app, view));
 }
@@ -75,16 +155,27 @@ function lastFired(app, { digest, at, choice, pack }) {
   let i = Math.min(at, digest.leaders.length) - 1;
   while (i >= 0 && !digest.leaders[i].length) i--;
   if (i < 0) return [];
-  return ["Last: ", el("button", { class: "since", type: "button", click: () => app.pin(i) }, `${nameOf(pack, digest.leaders[i][0].c)} at ${quoted(choice.tokens[i])} ${choice.tokens[i].position}`)];
+  return [
+    "Last: ",
+    el(
+      "button",
+      { class: "since", type: "button", click: () => app.pin(i) },
+      `${nameOf(pack, digest.leaders[i][0].c)} at ${quoted(choice.tokens[i])} ${choice.tokens[i].position}`,
+    ),
+  ];
 }
 
 /** How much was looked at in the whole answer, in a line. */
 export function coverageOf({ choice, pack, upto }) {
-  const tokens = choice.tokens.slice(0, upto + 1), unseen = tokens.filter((token) => token.unseen), seen = tokens.length - unseen.length;
+  const tokens = choice.tokens.slice(0, upto + 1);
+  const unseen = tokens.filter((token) => token.unseen);
+  const seen = tokens.length - unseen.length;
   if (!tokens.length) return "";
-  const active = tokens.reduce((sum, token) => sum + (token.unseen ? 0 : token.n_active), 0) / Math.max(1, seen), total = choice.summary?.coverage ?? {};
+  const active = tokens.reduce((sum, token) => sum + (token.unseen ? 0 : token.n_active), 0) / Math.max(1, seen);
+  const total = choice.summary?.coverage ?? {};
   return [
-    `${plural(seen, "token")} seen, ${unseen.length} unseen`, `of ${plural(pack.concepts.length, "probe")} ${active.toFixed(0)} active a token`,
+    `${plural(seen, "token")} seen, ${unseen.length} unseen`,
+    `of ${plural(pack.concepts.length, "probe")} ${active.toFixed(0)} active a token`,
     ...(total.dropped ? [`${plural(total.dropped, "probe")} dropped by a limit`] : []),
   ].join(" · ");
 }

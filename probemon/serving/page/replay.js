@@ -8,10 +8,12 @@ import { merge, newState, recordOf } from "./state.js";
 const FORMAT = "probemon-run";
 
 export function drawReplay(app, view) {
-  const empty = view === null || !view.choice.tokens.length, range = $("replay-range");
+  const empty = view === null || !view.choice.tokens.length;
+  const range = $("replay-range");
   $("replay").hidden = empty;
   if (empty) return;
-  const { choice, upto } = view, playing = app.replay?.timer != null;
+  const { choice, upto } = view;
+  const playing = app.replay?.timer != null;
   $("replay-play").textContent = playing ? "Pause" : "Replay";
   range.max = String(choice.tokens.length - 1);
   if (document.activeElement !== range || playing || app.replay === null) range.value = String(upto);
@@ -28,16 +30,26 @@ function stop(app) {
 function show(app, upto) {
   const view = app.view();
   if (view === null) return;
-  if (upto >= view.choice.tokens.length - 1) { stop(app); app.replay = null; } else app.replay = { timer: null, ...app.replay, upto };
+  if (upto >= view.choice.tokens.length - 1) {
+    stop(app);
+    app.replay = null;
+  } else app.replay = { timer: null, ...app.replay, upto };
   app.draw();
 }
 
 function play(app) {
-  if (app.replay?.timer != null) { stop(app); app.draw(); return; }
+  if (app.replay?.timer != null) {
+    stop(app);
+    app.draw();
+    return;
+  }
   const view = app.view();
   if (view === null) return;
   app.pin(null);
-  app.replay = { upto: app.replay?.upto ?? 0, timer: setInterval(() => show(app, app.replay.upto + 1), 1000 / Number($("replay-speed").value)) };
+  app.replay = {
+    upto: app.replay?.upto ?? 0,
+    timer: setInterval(() => show(app, app.replay.upto + 1), 1000 / Number($("replay-speed").value)),
+  };
   app.draw();
 }
 
@@ -50,18 +62,56 @@ export function readSaved(text) {
     throw new Error("it is not JSON");
   }
   if (saved?.format !== FORMAT) throw new Error(`it is not a saved run ("format" is not "${FORMAT}")`);
-  const { pack, run } = saved, n = pack?.concepts?.length, isIndex = (c) => Number.isInteger(c) && c >= 0 && c < n;
-  if (!(n >= 0) || !pack.concepts.every((concept, i) => typeof concept.id === "string" && typeof concept.name === "string" && Array.isArray(concept.parents) && concept.parents.every((p) => isIndex(p) && p < i))) throw new Error("its pack is damaged");
-  const isToken = (t) => Number.isInteger(t?.position) && typeof t.text === "string" && Array.isArray(t.fired) && t.fired.every(isIndex) && Array.isArray(t.top) && t.top.every((told) => isIndex(told?.[0]));
-  if (typeof run?.request !== "string" || !Array.isArray(run.choices) || !run.choices.every((choice) => typeof choice?.text === "string" && Array.isArray(choice.tokens) && choice.tokens.every(isToken) && Array.isArray(choice.events))) throw new Error("its run is damaged");
-  if (run.messages !== null && !(Array.isArray(run.messages) && run.messages.every((message) => typeof message?.role === "string"))) throw new Error("its messages are damaged");
+  const { pack, run } = saved;
+  const n = pack?.concepts?.length;
+  const isIndex = (c) => Number.isInteger(c) && c >= 0 && c < n;
+  if (
+    !(n >= 0) ||
+    !pack.concepts.every(
+      (concept, i) =>
+        typeof concept.id === "string" &&
+        typeof concept.name === "string" &&
+        Array.isArray(concept.parents) &&
+        concept.parents.every((p) => isIndex(p) && p < i),
+    )
+  )
+    throw new Error("its pack is damaged");
+  const isToken = (t) =>
+    Number.isInteger(t?.position) &&
+    typeof t.text === "string" &&
+    Array.isArray(t.fired) &&
+    t.fired.every(isIndex) &&
+    Array.isArray(t.top) &&
+    t.top.every((told) => isIndex(told?.[0]));
+  if (
+    typeof run?.request !== "string" ||
+    !Array.isArray(run.choices) ||
+    !run.choices.every(
+      (choice) =>
+        typeof choice?.text === "string" &&
+        Array.isArray(choice.tokens) &&
+        choice.tokens.every(isToken) &&
+        Array.isArray(choice.events),
+    )
+  )
+    throw new Error("its run is damaged");
+  if (
+    run.messages !== null &&
+    !(Array.isArray(run.messages) && run.messages.every((message) => typeof message?.role === "string"))
+  )
+    throw new Error("its messages are damaged");
   return { pack, record: run };
 }
 
 function save(app) {
   const { run, pack } = app.view();
   const { model, pack: name, alert_set, concepts } = pack;
-  const url = URL.createObjectURL(new Blob([JSON.stringify({ format: FORMAT, pack: { model, pack: name, alert_set, concepts }, run: recordOf(run) })], { type: "application/json" }));
+  const url = URL.createObjectURL(
+    new Blob(
+      [JSON.stringify({ format: FORMAT, pack: { model, pack: name, alert_set, concepts }, run: recordOf(run) })],
+      { type: "application/json" },
+    ),
+  );
   const link = document.createElement("a");
   link.href = url;
   link.download = `${run.id.replace(/[^\w.-]/g, "-")}.json`;
@@ -72,7 +122,8 @@ function save(app) {
 async function open(app, file) {
   try {
     const { pack, record } = readSaved(await file.text());
-    const id = `saved:${record.request.replace(/^(saved:)+/, "")}`, run = merge(newState(), { ...record, request: id });
+    const id = `saved:${record.request.replace(/^(saved:)+/, "")}`;
+    const run = merge(newState(), { ...record, request: id });
     run.ended = true;
     run.pack = readPack(pack, hierarchyOf);
     app.state.runs.set(id, run);
@@ -85,10 +136,27 @@ async function open(app, file) {
 
 export function controlReplay(app) {
   $("replay-play").addEventListener("click", () => play(app));
-  $("replay-range").addEventListener("input", (event) => { stop(app); show(app, Number(event.target.value)); });
-  $("replay-speed").addEventListener("change", () => { if (app.replay?.timer != null) { stop(app); play(app); } });
+  $("replay-range").addEventListener("input", (event) => {
+    stop(app);
+    show(app, Number(event.target.value));
+  });
+  $("replay-speed").addEventListener("change", () => {
+    if (app.replay?.timer != null) {
+      stop(app);
+      play(app);
+    }
+  });
   $("replay-save").addEventListener("click", () => save(app));
   $("replay-open").addEventListener("click", () => $("replay-file").click());
-  $("replay-file").addEventListener("change", (event) => { const [file] = event.target.files; if (file) open(app, file); event.target.value = ""; });
-  return { stop: () => { stop(app); app.replay = null; } };
+  $("replay-file").addEventListener("change", (event) => {
+    const [file] = event.target.files;
+    if (file) open(app, file);
+    event.target.value = "";
+  });
+  return {
+    stop: () => {
+      stop(app);
+      app.replay = null;
+    },
+  };
 }

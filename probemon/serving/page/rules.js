@@ -5,7 +5,8 @@ import { score } from "./words.js";
 import { clip } from "./harmless.js";
 import { quoted } from "./said.js";
 
-const NAME = "probemon-rules", OFFERED = 40;
+const NAME = "probemon-rules";
+const OFFERED = 40;
 
 export function loadRules() {
   try {
@@ -17,11 +18,14 @@ export function loadRules() {
 }
 
 /** The rules as a request bears them. */
-export const asked = (rules) => rules.map(({ concept, above, for_tokens, aggregate, action }) => ({ concept, above, for_tokens, aggregate, action }));
+export const asked = (rules) =>
+  rules.map(({ concept, above, for_tokens, aggregate, action }) => ({ concept, above, for_tokens, aggregate, action }));
 
 function inWords({ concept, above, for_tokens, aggregate, action }) {
   const what = aggregate ? `${clip(concept, 60)}, ${clip(aggregate, 20)}` : clip(concept, 60);
-  return `${action === "stop" ? "Stop" : "Tell"} when ${what} is over ${above === null ? "its threshold" : above}${for_tokens > 1 ? ` for ${for_tokens} tokens` : ""}`;
+  const level = above === null ? "its threshold" : above;
+  const streak = for_tokens > 1 ? ` for ${for_tokens} tokens` : "";
+  return `${action === "stop" ? "Stop" : "Tell"} when ${what} is over ${level}${streak}`;
 }
 
 function change(app, rules) {
@@ -31,40 +35,95 @@ function change(app, rules) {
 }
 
 export function drawRules(app, view) {
-  const list = $("rules"), key = JSON.stringify(app.rules);
+  const list = $("rules");
+  const key = JSON.stringify(app.rules);
   if (list.key !== key) {
     list.key = key;
-    const remove = (i) => { change(app, app.rules.filter((_, k) => k !== i)); $("rule-concept").focus(); };
-    list.replaceChildren(...app.rules.map((rule, i) => el("li", {}, el("span", { class: `sign ${rule.action}`, "aria-hidden": "true" }, rule.action === "stop" ? "■" : "▲"), el("bdi", {}, inWords(rule)),
-      el("button", { class: "plain", type: "button", "aria-label": `Remove: ${inWords(rule)}`, click: () => remove(i) }, "Remove"))));
-    if (!app.rules.length) list.replaceChildren(el("li", { class: "dim" }, "None. Add one: it goes with what you ask next, and with nothing else."));
+    const remove = (i) => {
+      change(
+        app,
+        app.rules.filter((_, k) => k !== i),
+      );
+      $("rule-concept").focus();
+    };
+    list.replaceChildren(
+      ...app.rules.map((rule, i) =>
+        el(
+          "li",
+          {},
+          el("span", { class: `sign ${rule.action}`, "aria-hidden": "true" }, rule.action === "stop" ? "■" : "▲"),
+          el("bdi", {}, inWords(rule)),
+          el(
+            "button",
+            { class: "plain", type: "button", "aria-label": `Remove: ${inWords(rule)}`, click: () => remove(i) },
+            "Remove",
+          ),
+        ),
+      ),
+    );
+    if (!app.rules.length)
+      list.replaceChildren(
+        el("li", { class: "dim" }, "None. Add one: it goes with what you ask next, and with nothing else."),
+      );
   }
   drawEvents(app, view);
 }
 
 function drawEvents(app, view) {
-  const box = $("events"), events = view === null ? [] : view.choice.events;
-  const key = view === null ? "" : JSON.stringify([app.place.answer, app.place.choice, events, view.choice.tokens.length ? view.choice.tokens[0].position : 0]);
+  const box = $("events");
+  const events = view === null ? [] : view.choice.events;
+  const key =
+    view === null
+      ? ""
+      : JSON.stringify([
+          app.place.answer,
+          app.place.choice,
+          events,
+          view.choice.tokens.length ? view.choice.tokens[0].position : 0,
+        ]);
   $("events-count").textContent = events.length ? String(events.length) : "";
   if (box.key === key) return;
   box.key = key;
-  box.replaceChildren(...events.map((event) => {
-    const i = view.choice.tokens.findIndex(({ position }) => position === event.position), at = i < 0 ? `token ${event.position}` : `${quoted(view.choice.tokens[i])} ${event.position}`;
-    return el("li", {}, el("span", { class: `sign ${event.action}`, "aria-hidden": "true" }, event.action === "stop" ? "■" : "▲"),
-      el("span", {}, el("bdi", {}, clip(event.name ?? event.concept, 60)), ` ${event.action === "stop" ? "stopped it" : "was met"}: ${score(event.score)} over ${score(event.threshold)}`, event.for_tokens > 1 ? ` for ${event.for_tokens} tokens` : ""),
-      i < 0 ? el("span", { class: "dim" }, at) : el("button", { class: "since", type: "button", click: () => app.pin(i) }, at));
-  }));
+  box.replaceChildren(
+    ...events.map((event) => {
+      const i = view.choice.tokens.findIndex(({ position }) => position === event.position);
+      const at = i < 0 ? `token ${event.position}` : `${quoted(view.choice.tokens[i])} ${event.position}`;
+      return el(
+        "li",
+        {},
+        el("span", { class: `sign ${event.action}`, "aria-hidden": "true" }, event.action === "stop" ? "■" : "▲"),
+        el(
+          "span",
+          {},
+          el("bdi", {}, clip(event.name ?? event.concept, 60)),
+          event.action === "stop" ? " stopped it: " : " was met: ",
+          `${score(event.score)} over ${score(event.threshold)}`,
+          event.for_tokens > 1 ? ` for ${event.for_tokens} tokens` : "",
+        ),
+        i < 0
+          ? el("span", { class: "dim" }, at)
+          : el("button", { class: "since", type: "button", click: () => app.pin(i) }, at),
+      );
+    }),
+  );
   if (!events.length) box.replaceChildren(el("li", { class: "dim" }, "No rule was met in this answer."));
 }
 
 /** Concepts whose id or name holds what was typed, offered while it is typed. */
 function offer(app) {
-  const typed = $("rule-concept").value.trim().toLowerCase(), { pack } = app.state;
+  const typed = $("rule-concept").value.trim().toLowerCase();
+  const { pack } = app.state;
   if (pack === null) return;
-  const found = pack.concepts.filter(({ id, name }) => id.toLowerCase().includes(typed) || name.toLowerCase().includes(typed)).slice(0, OFFERED);
+  const found = pack.concepts
+    .filter(({ id, name }) => id.toLowerCase().includes(typed) || name.toLowerCase().includes(typed))
+    .slice(0, OFFERED);
   $("rule-concepts").replaceChildren(...found.map(({ id, name }) => el("option", { value: id }, clip(name, 60))));
   const exact = pack.concepts.find(({ id, name }) => id.toLowerCase() === typed || name.toLowerCase() === typed);
-  $("rule-above").placeholder = exact ? (exact.threshold === null ? "needed" : `its own, ${score(exact.threshold)}`) : "its own";
+  $("rule-above").placeholder = exact
+    ? exact.threshold === null
+      ? "needed"
+      : `its own, ${score(exact.threshold)}`
+    : "its own";
 }
 
 export function editRules(app) {
@@ -75,7 +134,16 @@ export function editRules(app) {
     const concept = $("rule-concept").value.trim();
     if (!concept) return;
     const above = $("rule-above").value.trim();
-    change(app, [...app.rules, { concept, above: above === "" ? null : Number(above), for_tokens: Number($("rule-tokens").value) || 1, aggregate: $("rule-aggregate").value.trim() || null, action: $("rule-action").value }]);
+    change(app, [
+      ...app.rules,
+      {
+        concept,
+        above: above === "" ? null : Number(above),
+        for_tokens: Number($("rule-tokens").value) || 1,
+        aggregate: $("rule-aggregate").value.trim() || null,
+        action: $("rule-action").value,
+      },
+    ]);
     for (const id of ["rule-concept", "rule-above", "rule-aggregate"]) $(id).value = "";
     $("rule-tokens").value = "1";
     $("rule-concept").focus();

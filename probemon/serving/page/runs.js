@@ -7,32 +7,77 @@ import { isRunning, newestFirst } from "./state.js";
 
 /** What was asked, in a line. */
 export function askedOf(run) {
-  const users = (run.messages ?? []).filter(({ role }) => role === "user"), last = (users.length ? users : run.messages ?? []).at(-1)?.content;
-  const text = typeof last === "string" ? last : last ? JSON.stringify(last) : typeof run.prompt === "string" ? run.prompt : run.prompt ? JSON.stringify(run.prompt) : run.excerpt;
+  const users = (run.messages ?? []).filter(({ role }) => role === "user");
+  const last = (users.length ? users : (run.messages ?? [])).at(-1)?.content;
+  const text =
+    typeof last === "string"
+      ? last
+      : last
+        ? JSON.stringify(last)
+        : typeof run.prompt === "string"
+          ? run.prompt
+          : run.prompt
+            ? JSON.stringify(run.prompt)
+            : run.excerpt;
   return clip(text.trim() || "(nothing)", 120);
 }
 
 /** How an answer ended, in a word or two; "" while it runs. */
 export function endingOf(run, i = 0) {
   if (run.error !== null) return `failed: ${clip(run.error, 200)}`;
-  const finish = run.choices[i]?.finish ?? null, stopped = run.choices[i]?.summary?.stopped_by;
+  const finish = run.choices[i]?.finish ?? null;
+  const stopped = run.choices[i]?.summary?.stopped_by;
   if (stopped) return `stopped by a rule: ${clip(stopped.name ?? stopped.concept, 60)}`;
-  return { stop: "complete", length: "cut off at its longest", cancelled: "cancelled", content_filter: "stopped: what could not be judged is withheld", error: "failed" }[finish] ?? (finish === null ? "" : clip(finish, 60));
+  return (
+    {
+      stop: "complete",
+      length: "cut off at its longest",
+      cancelled: "cancelled",
+      content_filter: "stopped: what could not be judged is withheld",
+      error: "failed",
+    }[finish] ?? (finish === null ? "" : clip(finish, 60))
+  );
 }
 
 const clock = (created) => new Date(1000 * created).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 export function drawRuns(app) {
-  const runs = newestFirst(app.state), box = $("runs");
+  const runs = newestFirst(app.state);
+  const box = $("runs");
   const told = runs.map((run) => {
     const nEvents = run.choices.reduce((n, { events }) => n + events.length, 0);
-    return { run, more: [run.created ? clock(run.created) : "saved", isRunning(run) ? "running" : "", run.error !== null ? "failed" : "", nEvents ? `${nEvents} ${nEvents === 1 ? "event" : "events"}` : ""].filter(Boolean).join(" · ") };
+    return {
+      run,
+      more: [
+        run.created ? clock(run.created) : "saved",
+        isRunning(run) ? "running" : "",
+        run.error !== null ? "failed" : "",
+        nEvents ? `${nEvents} ${nEvents === 1 ? "event" : "events"}` : "",
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    };
   });
   const key = JSON.stringify([app.place.answer, told.map(({ run, more }) => [run.id, askedOf(run), more])]);
   $("runs-count").textContent = String(runs.length);
   if (box.key === key) return;
   box.key = key;
-  box.replaceChildren(...told.map(({ run, more }) => el("li", {},
-    el("a", { href: hashOf({ ...NOWHERE, answer: run.id }), "aria-current": run.id === app.place.answer ? "true" : undefined }, el("bdi", {}, askedOf(run)), el("span", { class: "dim" }, more)))));
+  box.replaceChildren(
+    ...told.map(({ run, more }) =>
+      el(
+        "li",
+        {},
+        el(
+          "a",
+          {
+            href: hashOf({ ...NOWHERE, answer: run.id }),
+            "aria-current": run.id === app.place.answer ? "true" : undefined,
+          },
+          el("bdi", {}, askedOf(run)),
+          el("span", { class: "dim" }, more),
+        ),
+      ),
+    ),
+  );
   if (!runs.length) box.replaceChildren(el("li", { class: "dim" }, "No requests yet."));
 }

@@ -5,7 +5,12 @@ import { clip } from "./harmless.js";
 
 export const nameOf = (pack, c) => clip(pack.concepts[c].name, 80);
 export const idOf = (pack, c) => clip(pack.concepts[c].id, 80);
-export const above = (pack, c) => pack.path(c).slice(0, -1).map((a) => nameOf(pack, a)).join(" › ");
+export const above = (pack, c) =>
+  pack
+    .path(c)
+    .slice(0, -1)
+    .map((a) => nameOf(pack, a))
+    .join(" › ");
 export const quoted = (token) => `“${clip(token.text.trim() || token.text, 40)}”`;
 export const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(1)}`;
 
@@ -15,20 +20,29 @@ export function strengthOf(pack, c, strength, value = null) {
   return pack.concepts[c].threshold === null ? `score ${score(value ?? strength)}` : signed(strength);
 }
 
-export const right = (pack, c) => pack.concepts[c].precision === null ? "" : `${percent(pack.concepts[c].precision)} right`;
+export const right = (pack, c) =>
+  pack.concepts[c].precision === null ? "" : `${percent(pack.concepts[c].precision)} right`;
 
 /** One line on a concept at a token: "whale +2.3 (score 0.912, threshold 0.513), 90 % right". */
 export function inOneLine(pack, { c, score: value, strength }) {
   const { threshold } = pack.concepts[c];
-  const numbers = value === null ? "" : ` (score ${score(value)}${threshold === null ? "" : `, threshold ${score(threshold)}`})`;
-  return [`${nameOf(pack, c)} ${strengthOf(pack, c, strength, value)}${numbers}`, right(pack, c)].filter(Boolean).join(", ");
+  const numbers =
+    value === null ? "" : ` (score ${score(value)}${threshold === null ? "" : `, threshold ${score(threshold)}`})`;
+  return [`${nameOf(pack, c)} ${strengthOf(pack, c, strength, value)}${numbers}`, right(pack, c)]
+    .filter(Boolean)
+    .join(", ");
 }
 
 /** Lines on a token: what it is, what leads there or why nothing is known of it. */
 export function linesOf(view, i) {
-  const token = view.choice.tokens[i], { leaders, near } = view.digest;
+  const token = view.choice.tokens[i];
+  const { leaders, near } = view.digest;
   const head = `${quoted(token)} token ${token.position}`;
   if (token.unseen) return [head, `unseen: ${clip(token.unseen, 200)}`];
   if (leaders[i]?.length) return [head, ...leaders[i].slice(0, 5).map((at) => inOneLine(view.pack, at))];
-  return [head, "nothing over its threshold", ...(near[i] ?? []).slice(0, 1).map((at) => `nearest: ${inOneLine(view.pack, at)}`)];
+  return [
+    head,
+    "nothing over its threshold",
+    ...(near[i] ?? []).slice(0, 1).map((at) => `nearest: ${inOneLine(view.pack, at)}`),
+  ];
 }

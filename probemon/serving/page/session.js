@@ -1,4 +1,5 @@
-// The server's secret: taken from the address that `probemon serve` printed, kept for this tab alone, sent in a header, never in an address.
+// The server's secret: taken from the address that `probemon serve` printed, kept for this tab alone, sent in a header,
+// never in an address.
 
 const NAME = "probemon-token";
 

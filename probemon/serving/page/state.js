@@ -1,21 +1,45 @@
-// What is known of the server's requests: events and records go in, runs come out. Nothing here touches the page, the clock or the network.
+// What is known of the server's requests: events and records go in, runs come out. Nothing here touches the page, the
+// clock or the network.
 //
 //   const state = newState();
 //   apply(state, "token", data);            // the id of the run that changed, or null
 //   merge(state, record);                   // a whole record of a run: what events have told already is not doubled
 //
-// A run: {id, created, kind, messages, prompt, options, n, choices, error, whole}. A choice: {text, finish, tokens, events, summary, version}.
-// Tokens lie by position; a token that is told twice replaces itself, so that events after a reconnect, or beside a record, do no harm.
+// A run: {id, created, kind, messages, prompt, options, n, choices, error, whole}. A choice: {text, finish, tokens,
+// events, summary, version}.
+// Tokens lie by position; a token that is told twice replaces itself, so that events after a reconnect, or beside a
+// record, do no harm.
 
 export function newState() {
   return { pack: null, boot: null, restarted: false, nDropped: 0, runs: new Map() };
 }
 
-export const newChoice = () => ({ text: "", finish: null, tokens: [], events: [], summary: null, holes: false, version: 0 });
+export const newChoice = () => ({
+  text: "",
+  finish: null,
+  tokens: [],
+  events: [],
+  summary: null,
+  holes: false,
+  version: 0,
+});
 
 function runOf(state, id) {
   if (!state.runs.has(id)) {
-    state.runs.set(id, { id, created: 0, kind: "chat", messages: null, prompt: null, options: {}, n: 1, choices: [], error: null, whole: false, excerpt: "", ended: false });
+    state.runs.set(id, {
+      id,
+      created: 0,
+      kind: "chat",
+      messages: null,
+      prompt: null,
+      options: {},
+      n: 1,
+      choices: [],
+      error: null,
+      whole: false,
+      excerpt: "",
+      ended: false,
+    });
   }
   return state.runs.get(id);
 }
@@ -27,37 +51,54 @@ export function choiceOf(run, i) {
 
 /** Whether more may come of a run. A request that nobody reads any more ends with all that it has not begun. */
 export function isRunning(run) {
-  if (run.error !== null || run.ended || run.choices.some(({ finish }) => finish === "cancelled" || finish === "error")) return false;
+  if (run.error !== null || run.ended || run.choices.some(({ finish }) => finish === "cancelled" || finish === "error"))
+    return false;
   return run.choices.length < run.n || run.choices.some(({ finish }) => finish === null);
 }
 
 /** Where a token belongs among those of its choice; the newest is most often the last. */
 function placeOf(tokens, position) {
-  let low = 0, high = tokens.length;
+  let low = 0;
+  let high = tokens.length;
   if (high && tokens[high - 1].position < position) return high;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (tokens[middle].position < position) low = middle + 1; else high = middle;
+    if (tokens[middle].position < position) low = middle + 1;
+    else high = middle;
   }
   return low;
 }
 
-const nCharacters = (text) => { let n = text.length; for (let i = 0; i < text.length; i++) if ((text.charCodeAt(i) & 0xfc00) === 0xd800) n--; return n; };
+const nCharacters = (text) => {
+  let n = text.length;
+  for (let i = 0; i < text.length; i++) if ((text.charCodeAt(i) & 0xfc00) === 0xd800) n--;
+  return n;
+};
 
 function addToken(choice, token) {
   if (token.phase !== "generated") return;
-  const at = placeOf(choice.tokens, token.position), known = choice.tokens[at]?.position === token.position;
+  const at = placeOf(choice.tokens, token.position);
+  const known = choice.tokens[at]?.position === token.position;
   choice.tokens.splice(at, known ? 1 : 0, token);
   if (!known && choice.finish === null && token.start !== null) {
     // The text grows by the tokens; what is missing of it shows as such until the whole text comes with the end.
     const have = nCharacters(choice.text);
-    if (token.start > have) { choice.text += "…".repeat(token.start - have); choice.holes = true; }
+    if (token.start > have) {
+      choice.text += "…".repeat(token.start - have);
+      choice.holes = true;
+    }
     if (token.start >= have && token.end > token.start) choice.text += token.text;
   }
   choice.version++;
 }
 
-const sameEvent = (a, b) => a.position === b.position && a.concept === b.concept && a.action === b.action && a.threshold === b.threshold && a.for_tokens === b.for_tokens && a.aggregate === b.aggregate;
+const sameEvent = (a, b) =>
+  a.position === b.position &&
+  a.concept === b.concept &&
+  a.action === b.action &&
+  a.threshold === b.threshold &&
+  a.for_tokens === b.for_tokens &&
+  a.aggregate === b.aggregate;
 
 function addEvent(choice, event) {
   if (choice.events.some((known) => sameEvent(known, event))) return;
@@ -74,7 +115,8 @@ function endChoice(choice, { finish_reason, text, summary }) {
 }
 
 /** A prompt is a text or a list of ids; a list of these is several. */
-const nPrompts = (prompt) => Array.isArray(prompt) && prompt.length && typeof prompt[0] !== "number" ? prompt.length : 1;
+const nPrompts = (prompt) =>
+  Array.isArray(prompt) && prompt.length && typeof prompt[0] !== "number" ? prompt.length : 1;
 
 /** Take in one event of the stream; return the id of the run that it changed, or null. */
 export function apply(state, name, data) {
@@ -90,7 +132,15 @@ export function apply(state, name, data) {
   if (!["begin", "token", "rule", "end", "error"].includes(name)) return null;
   const run = runOf(state, data.request);
   if (name === "begin") {
-    Object.assign(run, { created: data.created, kind: data.kind, messages: data.messages ?? null, prompt: data.prompt ?? null, options: data.options ?? {}, whole: true, ended: false });
+    Object.assign(run, {
+      created: data.created,
+      kind: data.kind,
+      messages: data.messages ?? null,
+      prompt: data.prompt ?? null,
+      options: data.options ?? {},
+      whole: true,
+      ended: false,
+    });
     run.n = nPrompts(run.prompt) * (run.options.n ?? 1);
   } else if (name === "error") run.error = data.message;
   else {
@@ -112,7 +162,10 @@ export function merge(state, record) {
     for (const token of told.tokens ?? []) addToken(choice, token);
     for (const event of told.events ?? []) addEvent(choice, event);
     if (told.finish_reason) endChoice(choice, told);
-    else if (nCharacters(told.text ?? "") > nCharacters(choice.text) || choice.holes) { choice.text = told.text ?? ""; choice.holes = false; }
+    else if (nCharacters(told.text ?? "") > nCharacters(choice.text) || choice.holes) {
+      choice.text = told.text ?? "";
+      choice.holes = false;
+    }
     choice.version++;
   });
   return run;
@@ -128,13 +181,26 @@ export function mergeList(state, list) {
 }
 
 /** Runs, the newest first. */
-export const newestFirst = (state) => [...state.runs.values()].sort((a, b) => b.created - a.created || (a.id < b.id ? 1 : -1));
+export const newestFirst = (state) =>
+  [...state.runs.values()].sort((a, b) => b.created - a.created || (a.id < b.id ? 1 : -1));
 
 /** A run as a record that can be saved and read again. */
 export function recordOf(run) {
   return {
-    request: run.id, created: run.created, kind: run.kind, messages: run.messages, prompt: run.prompt, options: run.options, error: run.error,
-    choices: run.choices.map(({ text, finish, tokens, events, summary }) => ({ text, finish_reason: finish, tokens, events, summary })),
+    request: run.id,
+    created: run.created,
+    kind: run.kind,
+    messages: run.messages,
+    prompt: run.prompt,
+    options: run.options,
+    error: run.error,
+    choices: run.choices.map(({ text, finish, tokens, events, summary }) => ({
+      text,
+      finish_reason: finish,
+      tokens,
+      events,
+      summary,
+    })),
   };
 }
 

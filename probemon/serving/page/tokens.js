@@ -1,4 +1,5 @@
-// The tokens of an answer in its text: coloured, numbered and underlined by the concept that leads at each, hatched where nothing is known.
+// The tokens of an answer in its text: coloured, numbered and underlined by the concept that leads at each, hatched
+// where nothing is known.
 
 import { el } from "./elements.js";
 import { segments } from "./segments.js";
@@ -9,14 +10,21 @@ import { nameOf } from "./said.js";
 const HUES = 8;
 export const hueOf = (mark) => (mark - 1) % HUES;
 
-/** Pieces of the text: {text, at}, `at` the indices of the tokens that stand in it; then the tokens that add no text, like that of the end. */
+/**
+ * Pieces of the text: {text, at}, `at` the indices of the tokens that stand in it; then the tokens that add no text,
+ * like that of the end.
+ */
 function piecesOf(choice) {
-  const place = utf16Places(choice.text), inText = [], own = [];
+  const place = utf16Places(choice.text);
+  const inText = [];
+  const own = [];
   choice.tokens.forEach((token, i) => {
     if (token.start === null || (token.start === token.end && place(token.end) >= choice.text.length)) own.push(i);
     else inText.push({ start: place(token.start), end: place(token.end), i });
   });
-  const pieces = choice.text ? segments(choice.text, inText).map(([text, tokens]) => ({ text, at: tokens.map(({ i }) => i), own: false })) : [];
+  const pieces = choice.text
+    ? segments(choice.text, inText).map(([text, tokens]) => ({ text, at: tokens.map(({ i }) => i), own: false }))
+    : [];
   return [...pieces, ...own.map((i) => ({ text: choice.tokens[i].text, at: [i], own: true }))];
 }
 
@@ -34,9 +42,12 @@ function leaderOf({ digest, choice, concept }, at) {
 }
 
 function look(view, piece, previous) {
-  const { choice, digest, upto } = view, tokens = piece.at.map((i) => choice.tokens[i]), kinds = ["tok"];
+  const { choice, digest, upto } = view;
+  const tokens = piece.at.map((i) => choice.tokens[i]);
+  const kinds = ["tok"];
   const later = piece.at.length > 0 && piece.at[0] > upto;
-  const leader = later ? null : leaderOf(view, piece.at), events = choice.events.filter(({ position }) => tokens.some((token) => token.position === position));
+  const leader = later ? null : leaderOf(view, piece.at);
+  const events = choice.events.filter(({ position }) => tokens.some((token) => token.position === position));
   if (piece.own) kinds.push("own");
   if (later) kinds.push("later");
   if (tokens.length && tokens.every(({ unseen }) => unseen)) kinds.push("unseen");
@@ -47,39 +58,49 @@ function look(view, piece, previous) {
     kinds.push(number ? `h${hueOf(number)}` : "h0", `t${tint(leader.strength)}`);
     if (previous !== leader.c) mark = number ? String(number) : "•";
   }
-  const stop = later ? null : events.find(({ action }) => action === "stop") ?? null, tell = !later && events.some(({ action }) => action !== "stop");
+  const stop = later ? null : (events.find(({ action }) => action === "stop") ?? null);
+  const tell = !later && events.some(({ action }) => action !== "stop");
   if (tell) kinds.push("told");
   return { kind: kinds.join(" "), mark, stop, leader: leader?.c ?? null };
 }
 
 function build({ text, at, own }) {
   // The space before a word is of its token, but a mark looks like a word's when it begins where that does.
-  const lead = text.length - text.trimStart().length, blank = own || lead === text.length ? 0 : lead;
+  const lead = text.length - text.trimStart().length;
+  const blank = own || lead === text.length ? 0 : lead;
   const shown = own ? clip(text || "·", 40) : harmless(text.slice(blank), "\n\t");
-  const mark = el("span", at.length ? { tabindex: "-1" } : {}, shown), node = el("span", {}, text.slice(0, blank), mark);
+  const mark = el("span", at.length ? { tabindex: "-1" } : {}, shown);
+  const node = el("span", {}, text.slice(0, blank), mark);
   mark.at = at;
   return { node, mark, key: `${own}${at}|${text}` };
 }
 
 /**
- * Draw the tokens of a view into a box; what is drawn already stays. `view`: {choice, digest, pack, upto, pinned, concept}, where `pinned` is the
+ * Draw the tokens of a view into a box; what is drawn already stays. `view`: {choice, digest, pack, upto, pinned,
+ * concept}, where `pinned` is the
  * index of a token or null and `concept` a number or null.
  */
 export function drawTokens(box, view) {
-  const drawn = box.drawn ?? [], pieces = view.choice.tokens.length || view.choice.text ? piecesOf(view.choice) : [];
+  const drawn = box.drawn ?? [];
+  const pieces = view.choice.tokens.length || view.choice.text ? piecesOf(view.choice) : [];
   let previous = null;
   pieces.forEach((piece, k) => {
     const key = `${piece.own}${piece.at}|${piece.text}`;
     if (drawn[k]?.key !== key) {
       const made = build(piece);
-      if (drawn[k]) drawn[k].node.replaceWith(made.node); else box.append(made.node);
+      if (drawn[k]) drawn[k].node.replaceWith(made.node);
+      else box.append(made.node);
       drawn[k] = made;
     }
-    const { kind, mark, stop, leader } = look(view, piece, previous), entry = drawn[k];
+    const { kind, mark, stop, leader } = look(view, piece, previous);
+    const entry = drawn[k];
     if (/\S/.test(piece.text)) previous = leader;
     const plain = piece.at.length ? kind : "tok plain";
     if (entry.mark.className !== plain) entry.mark.className = plain;
-    if ((entry.mark.dataset.mark ?? "") !== mark) { if (mark) entry.mark.dataset.mark = mark; else delete entry.mark.dataset.mark; }
+    if ((entry.mark.dataset.mark ?? "") !== mark) {
+      if (mark) entry.mark.dataset.mark = mark;
+      else delete entry.mark.dataset.mark;
+    }
     drawStop(entry, stop, view.pack);
   });
   for (const { node } of drawn.splice(pieces.length)) node.remove();
@@ -91,24 +112,57 @@ function drawStop(entry, stop, pack) {
   const words = stop === null ? "" : `stopped by ${clip(stop.name ?? stop.concept, 60)}`;
   if ((entry.stop?.textContent ?? "") === words) return;
   entry.stop?.remove();
-  entry.stop = words ? el("span", { class: "halt", title: stop && pack.byId.has(stop.concept) ? nameOf(pack, pack.byId.get(stop.concept)) : undefined }, words) : null;
+  entry.stop = words
+    ? el(
+        "span",
+        {
+          class: "halt",
+          title: stop && pack.byId.has(stop.concept) ? nameOf(pack, pack.byId.get(stop.concept)) : undefined,
+        },
+        words,
+      )
+    : null;
   if (entry.stop) entry.node.append(entry.stop);
 }
 
 /** Let pointer and keys walk over the tokens of a box. `on.hover(i or null)`, `on.pin(i or null)`, `on.say(i)`. */
 export function walkTokens(box, on) {
-  const tokenAt = (event) => { const node = event.target.closest(".tok"); return node?.at?.length ? node : null; };
+  const tokenAt = (event) => {
+    const node = event.target.closest(".tok");
+    return node?.at?.length ? node : null;
+  };
   box.addEventListener("pointerover", (event) => on.hover(tokenAt(event)?.at[0] ?? null));
   box.addEventListener("pointerleave", () => on.hover(null));
-  box.addEventListener("click", (event) => { const node = tokenAt(event); if (node && !getSelection().toString()) on.pin(node.at[0]); });
-  box.addEventListener("focusin", (event) => { const node = tokenAt(event); if (node) { on.hover(node.at[0]); on.say(node.at[0]); } });
+  box.addEventListener("click", (event) => {
+    const node = tokenAt(event);
+    if (node && !getSelection().toString()) on.pin(node.at[0]);
+  });
+  box.addEventListener("focusin", (event) => {
+    const node = tokenAt(event);
+    if (node) {
+      on.hover(node.at[0]);
+      on.say(node.at[0]);
+    }
+  });
   box.addEventListener("focusout", () => on.hover(null));
   box.addEventListener("keydown", (event) => {
     const node = tokenAt(event);
     if (!node) return;
-    const all = [...box.querySelectorAll(".tok[tabindex]")], i = all.indexOf(node);
-    const marked = (from, step) => { let k = from + step; while (all[k] && !all[k].dataset.mark && !all[k].classList.contains("unseen")) k += step; return all[k]; };
-    const to = { ArrowRight: all[i + 1], ArrowLeft: all[i - 1], ArrowDown: marked(i, 1), ArrowUp: marked(i, -1), Home: all[0], End: all.at(-1) }[event.key];
+    const all = [...box.querySelectorAll(".tok[tabindex]")];
+    const i = all.indexOf(node);
+    const marked = (from, step) => {
+      let k = from + step;
+      while (all[k] && !all[k].dataset.mark && !all[k].classList.contains("unseen")) k += step;
+      return all[k];
+    };
+    const to = {
+      ArrowRight: all[i + 1],
+      ArrowLeft: all[i - 1],
+      ArrowDown: marked(i, 1),
+      ArrowUp: marked(i, -1),
+      Home: all[0],
+      End: all.at(-1),
+    }[event.key];
     if (event.key === "Enter") on.pin(node.at[0]);
     else if (event.key === "Escape") on.pin(null);
     else if (to) {

@@ -1,4 +1,5 @@
-// The hierarchy as a tree that opens where the answer went: a concept and the token at which it first fired, those below it in that order.
+// The hierarchy as a tree that opens where the answer went: a concept and the token at which it first fired, those
+// below it in that order.
 
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
@@ -7,56 +8,119 @@ import { nameOf, quoted, signed } from "./said.js";
 import { badge } from "./now.js";
 import { hueOf } from "./tokens.js";
 
-const toggled = new Map(), quiet = new Set(); // of concepts: opened or closed by hand; those whose quiet children are listed (null: the roots)
+const toggled = new Map();
+// of concepts: opened or closed by hand; those whose quiet children are listed (null: the roots)
+const quiet = new Set();
 
 /** Rows {c, depth, open, nQuiet} as they stand below each other; c is null for a row that stands for quiet concepts. */
 function rowsOf(view) {
-  const { pack, digest } = view, rows = [], inside = new Set();
-  for (const c of digest.concepts.keys()) for (const a of pack.path(c)) inside.add(a); // first parents: each concept is placed once
+  const { pack, digest } = view;
+  const rows = [];
+  const inside = new Set();
+  // first parents: each concept is placed once
+  for (const c of digest.concepts.keys()) for (const a of pack.path(c)) inside.add(a);
   const first = (c) => digest.concepts.get(c)?.first ?? Infinity;
   const list = (parent, children, depth) => {
-    const shown = children.filter((c) => inside.has(c)).sort((a, b) => first(a) - first(b) || a - b), others = children.filter((c) => !inside.has(c));
+    const shown = children.filter((c) => inside.has(c)).sort((a, b) => first(a) - first(b) || a - b);
+    const others = children.filter((c) => !inside.has(c));
     const add = (c) => {
       const open = pack.children[c].length > 0 && (toggled.get(c) ?? inside.has(c));
-      rows.push({ c, parent, depth, open, leaf: !pack.children[c].length, nQuiet: open ? pack.children[c].filter((child) => !inside.has(child)).length : 0, listed: quiet.has(c) });
+      rows.push({
+        c,
+        parent,
+        depth,
+        open,
+        leaf: !pack.children[c].length,
+        nQuiet: open ? pack.children[c].filter((child) => !inside.has(child)).length : 0,
+        listed: quiet.has(c),
+      });
       if (open) list(c, pack.children[c], depth + 1);
     };
     shown.forEach(add);
     if (others.length && quiet.has(parent)) others.forEach(add);
-    if (others.length && parent === null) rows.push({ c: null, parent, depth, open: quiet.has(parent), leaf: true, nQuiet: others.length });
+    if (others.length && parent === null)
+      rows.push({ c: null, parent, depth, open: quiet.has(parent), leaf: true, nQuiet: others.length });
   };
   list(null, pack.roots, 0);
   return rows;
 }
 
 function rowNode(app, view, row) {
-  const { pack, digest, choice, at } = view, { c, depth } = row;
+  const { pack, digest, choice, at } = view;
+  const { c, depth } = row;
   if (c === null) {
-    return el("div", { role: "treeitem", "aria-level": depth + 1, class: "node quiet", tabindex: "-1" }, el("span", { class: "twist" }, ""),
-      el("span", { class: "dim" }, row.open ? `fold ${plural(row.nQuiet, "quiet concept")}` : `${plural(row.nQuiet, "quiet concept")} …`));
+    return el(
+      "div",
+      { role: "treeitem", "aria-level": depth + 1, class: "node quiet", tabindex: "-1" },
+      el("span", { class: "twist" }, ""),
+      el(
+        "span",
+        { class: "dim" },
+        row.open ? `fold ${plural(row.nQuiet, "quiet concept")}` : `${plural(row.nQuiet, "quiet concept")} …`,
+      ),
+    );
   }
-  const known = digest.concepts.get(c), mark = digest.marks.get(c), token = at === null ? null : choice.tokens[at], fires = token !== null && at <= view.upto && token.fired.includes(c);
-  const told = fires ? token.top.find(([other]) => other === c)?.[2] ?? null : null;
-  const kinds = ["node", fires ? `fires t${tint(told)}` : known ? "fired" : "quiet", mark ? `h${hueOf(mark)}` : "", view.concept === c ? "chosen" : ""];
+  const known = digest.concepts.get(c);
+  const mark = digest.marks.get(c);
+  const token = at === null ? null : choice.tokens[at];
+  const fires = token !== null && at <= view.upto && token.fired.includes(c);
+  const told = fires ? (token.top.find(([other]) => other === c)?.[2] ?? null) : null;
+  const kinds = [
+    "node",
+    fires ? `fires t${tint(told)}` : known ? "fired" : "quiet",
+    mark ? `h${hueOf(mark)}` : "",
+    view.concept === c ? "chosen" : "",
+  ];
   const when = known ? `${quoted(choice.tokens[known.first])} ${choice.tokens[known.first].position}` : "";
-  return el("div", {
-    role: "treeitem", "aria-level": depth + 1, "aria-expanded": row.leaf ? undefined : String(row.open), "aria-selected": String(view.concept === c), class: kinds.join(" ").trim(), tabindex: "-1",
-    "aria-label": `${nameOf(pack, c)}${fires ? ", fires at this token" : ""}${known ? `, fired at ${plural(known.n, "token")}, first ${when}` : ", quiet"}`,
-  },
-  el("span", { class: "twist", "aria-hidden": "true" }, row.leaf ? "" : row.open ? "▾" : "▸"), el("span", { class: "dot", "aria-hidden": "true" }, fires ? "●" : known ? "○" : "·"),
-  el("bdi", { class: "name" }, nameOf(pack, c)), mark ? badge(mark) : "",
-  row.nQuiet > 0 && el("span", { class: "others", title: `${row.listed ? "fold" : "list"} ${plural(row.nQuiet, "quiet concept")} below it (key: +)` }, row.listed ? "−" : `+${row.nQuiet}`),
-  el("span", { class: "when" }, known ? `${when} · ${known.n}×${told !== null ? ` · ${signed(told)}` : ""}` : ""));
+  const history = known ? `fired at ${plural(known.n, "token")}, first ${when}` : "quiet";
+  return el(
+    "div",
+    {
+      role: "treeitem",
+      "aria-level": depth + 1,
+      "aria-expanded": row.leaf ? undefined : String(row.open),
+      "aria-selected": String(view.concept === c),
+      class: kinds.join(" ").trim(),
+      tabindex: "-1",
+      "aria-label": `${nameOf(pack, c)}${fires ? ", fires at this token" : ""}, ${history}`,
+    },
+    el("span", { class: "twist", "aria-hidden": "true" }, row.leaf ? "" : row.open ? "▾" : "▸"),
+    el("span", { class: "dot", "aria-hidden": "true" }, fires ? "●" : known ? "○" : "·"),
+    el("bdi", { class: "name" }, nameOf(pack, c)),
+    mark ? badge(mark) : "",
+    row.nQuiet > 0 &&
+      el(
+        "span",
+        {
+          class: "others",
+          title: `${row.listed ? "fold" : "list"} ${plural(row.nQuiet, "quiet concept")} below it (key: +)`,
+        },
+        row.listed ? "−" : `+${row.nQuiet}`,
+      ),
+    el("span", { class: "when" }, known ? `${when} · ${known.n}×${told !== null ? ` · ${signed(told)}` : ""}` : ""),
+  );
 }
 
 export function drawTree(app, view) {
   const box = $("tree");
   $("tree-panel").classList.toggle("empty", view === null);
-  if (view === null) { box.replaceChildren(); box.key = null; return; }
+  if (view === null) {
+    box.replaceChildren();
+    box.key = null;
+    return;
+  }
   const rows = rowsOf(view);
-  const key = JSON.stringify([rows, view.at === null ? null : view.choice.tokens[view.at].fired, view.at, view.concept, [...view.digest.concepts.values()].map(({ n }) => n), view.digest.marks.size]);
+  const key = JSON.stringify([
+    rows,
+    view.at === null ? null : view.choice.tokens[view.at].fired,
+    view.at,
+    view.concept,
+    [...view.digest.concepts.values()].map(({ n }) => n),
+    view.digest.marks.size,
+  ]);
   if (box.choice === view.choice && box.key === key) return;
-  const focused = box.contains(document.activeElement) ? document.activeElement.row : null, same = (row) => focused && row.c === focused.c && row.parent === focused.parent;
+  const focused = box.contains(document.activeElement) ? document.activeElement.row : null;
+  const same = (row) => focused && row.c === focused.c && row.parent === focused.parent;
   const nodes = rows.map((row) => {
     const node = rowNode(app, view, row);
     node.row = row;
@@ -65,13 +129,19 @@ export function drawTree(app, view) {
   });
   box.replaceChildren(...nodes);
   const stop = nodes.find((node) => same(node.row)) ?? nodes[0];
-  if (stop) { stop.tabIndex = 0; if (focused) stop.focus(); }
+  if (stop) {
+    stop.tabIndex = 0;
+    if (focused) stop.focus();
+  }
   box.choice = view.choice;
   box.key = key;
 }
 
 function toggle(app, { c, open, leaf }, to = !open) {
-  if (c === null) { toggleQuiet(app, null); return; }
+  if (c === null) {
+    toggleQuiet(app, null);
+    return;
+  }
   if (!leaf) toggled.set(c, to);
   if (to && !leaf) quiet.add(c); // of one that is opened by hand all children are wanted
   app.draw();
@@ -89,21 +159,43 @@ export function walkTree(app) {
     const node = event.target.closest(".node");
     if (!node) return;
     if (event.target.closest(".others")) toggleQuiet(app, node.row.c);
-    else if (node.row.c === null || event.target.closest(".twist")) toggle(app, node.row); else app.choose(node.row.c);
+    else if (node.row.c === null || event.target.closest(".twist")) toggle(app, node.row);
+    else app.choose(node.row.c);
   });
   box.addEventListener("keydown", (event) => {
     const node = event.target.closest(".node");
     if (!node) return;
-    const all = [...box.children], i = all.indexOf(node), { row } = node, go = (to) => { if (to) { node.tabIndex = -1; to.tabIndex = 0; to.focus(); } };
+    const all = [...box.children];
+    const i = all.indexOf(node);
+    const { row } = node;
+    const go = (to) => {
+      if (to) {
+        node.tabIndex = -1;
+        to.tabIndex = 0;
+        to.focus();
+      }
+    };
     if (event.key === "ArrowDown") go(all[i + 1]);
     else if (event.key === "ArrowUp") go(all[i - 1]);
     else if (event.key === "Home") go(all[0]);
     else if (event.key === "End") go(all.at(-1));
-    else if (event.key === "ArrowRight") { if (row.leaf || row.open) go(all[i + 1]); else toggle(app, row, true); }
-    else if (event.key === "ArrowLeft") { if (!row.leaf && row.open) toggle(app, row, false); else go(all.slice(0, i).reverse().find((other) => other.row.depth < row.depth)); }
-    else if (event.key === "+" && row.nQuiet) toggleQuiet(app, row.c);
-    else if (event.key === "Enter" || event.key === " ") { if (row.c === null) toggle(app, row); else app.choose(row.c); }
-    else return;
+    else if (event.key === "ArrowRight") {
+      if (row.leaf || row.open) go(all[i + 1]);
+      else toggle(app, row, true);
+    } else if (event.key === "ArrowLeft") {
+      if (!row.leaf && row.open) toggle(app, row, false);
+      else
+        go(
+          all
+            .slice(0, i)
+            .reverse()
+            .find((other) => other.row.depth < row.depth),
+        );
+    } else if (event.key === "+" && row.nQuiet) toggleQuiet(app, row.c);
+    else if (event.key === "Enter" || event.key === " ") {
+      if (row.c === null) toggle(app, row);
+      else app.choose(row.c);
+    } else return;
     event.preventDefault();
   });
 }

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from probemon import ProbePack
 from probemon.host.fingerprint import fingerprint
 
-pytest_plugins = ["serving_fixtures"]
+pytest_plugins = ["serving_fixtures", "page_fixtures"]
 HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
 OLDEST = transformers.__version__.startswith("5.0.")
 

@@ -1,0 +1,132 @@
+"""Whatever becomes of connections, the page of a server shows all of an answer."""
+
+import json
+import random
+import re
+import threading
+import time
+
+import pytest
+
+from cut_proxy import CutProxy
+from served_page import ENDED, READY, ask, assert_shows, record, shown, slowly, visit
+
+
+def test_without_the_token_a_page_asks_for_it_and_goes_on(page_browser, page_server):
+    name = ask(page_server, "sign in")
+    page = page_browser.open(f"http://127.0.0.1:{page_server.port}/#answer={name}&token=3")
+    page.until(READY)
+    page.until("!document.getElementById('sign-in').hidden")
+    assert page("sessionStorage.length") == 0  # a link to a token's place is no secret
+    page("document.getElementById('token').focus()")
+    page.type(f"probemon serving at http://127.0.0.1:{page_server.port}/#token=wrong")
+    page.press("Enter")
+    page.until("document.getElementById('token').value === ''")
+    page("document.getElementById('token').focus()")
+    page.type(page_server.token)
+    page.press("Enter")
+    page.until(ENDED)
+    assert page("document.getElementById('sign-in').hidden") and page("location.hash") == f"#answer={name}&token=3"
+    refused = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
+    assert set(page_browser.complaints) == {refused}  # the browser's own words
+    page_browser.complaints.clear()
+
+
+# -- while it is generated -------------------------------------------------------------------------
+
+
+def test_two_pages_opened_while_it_is_answered_show_all_of_it(page_browser, page_server):
+    handle = slowly(page_server, 0.04)
+    try:
+        asking = threading.Thread(target=ask, args=(page_server, "opened late", 50))
+        asking.start()
+        while not (listed := page_server.get("/v1/probemon/requests")["requests"]) or not listed[0]["running"]:
+            time.sleep(0.01)
+        name = listed[0]["request"]
+        while len(record(page_server, name)["choices"][0]["tokens"]) < 8:
+            time.sleep(0.01)
+        pages = [visit(page_browser, page_server) for _ in range(2)]
+        for page in pages:
+            page.until(f"location.hash === '#answer={name}'")  # the newest is followed
+        assert page_server.get("/v1/probemon/requests")["requests"][0]["running"]
+        asking.join()
+    finally:
+        handle.remove()
+    for page in pages:
+        page.call("Page.bringToFront")  # nothing is drawn in a tab that nobody sees
+        page.until(ENDED)
+        assert len(shown(page)) > 30
+        assert_shows(page, page_server, name)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["all is still kept", "some is not kept any more"])
+def test_a_page_whose_connection_is_cut_comes_back_and_misses_nothing(page_browser, page_server, lost):
+    with CutProxy(page_server.port) as proxy:
+        page = visit(page_browser, page_server, port=proxy.port)
+        handle = slowly(page_server, 0.05)
+        try:
+            asking = threading.Thread(target=ask, args=(page_server, f"cut {lost}", 55))
+            asking.start()
+            page.until("document.querySelectorAll('#answer .tok').length > 5")
+            proxy.open = not lost
+            n_before = len(proxy.heads)
+            proxy.cut()
+            page.until("document.getElementById('connection').textContent.startsWith('away')")
+            asking.join()
+        finally:
+            handle.remove()
+        if lost:
+            ask(page_server, "many more events", 60)
+        proxy.open = True
+        page.until("document.getElementById('connection').textContent.startsWith('live')")
+        page.until(ENDED)
+        again = [head for head in proxy.heads[n_before:] if head.startswith("GET /v1/probemon/events")]
+        assert again and all(re.search(r"(?mi)^last-event-id: [1-9]\d*\r$", head) for head in again)
+        told = page("document.getElementById('complaint').textContent")
+        assert ("came faster" in told) == lost, told
+        requests = page_server.get("/v1/probemon/requests")["requests"]
+        name = next(one["request"] for one in requests if one["beginning"] == f"cut {lost}")
+        if lost:
+            page.go(f"#answer={name}")
+        assert_shows(page, page_server, name)
+        page_browser.close_pages()
+    assert all("ERR_" in line for line in page_browser.complaints)  # the browser's own words on what was cut
+    page_browser.complaints.clear()
+
+
+ORDERS = """import("/page/state.js").then(({ newState, apply, merge, recordOf }) => {
+  const record = RECORD, orders = GIVEN, { request } = record, events = [["begin", record]];
+  record.choices.forEach((choice, i) => {
+    for (const token of choice.tokens) events.push(["token", { request, ...token }]);
+    for (const event of choice.events) events.push(["rule", { request, ...event }]);
+    events.push(["end", { request, choice: i, ...choice }]);
+  });
+  const answers = orders.map((order) => {
+    const state = newState();
+    for (const at of order) {
+      if (at < 0) merge(state, structuredClone(record));
+      else apply(state, ...structuredClone(events[at]));
+    }
+    return recordOf(state.runs.get(request)).choices;
+  });
+  return [events.length, answers];
+})"""
+
+
+def test_events_in_any_order_twice_and_beside_the_record_make_one_answer(page_browser, page_server):
+    """Each order has every event; some have the whole record (-1) among them, all have some events twice."""
+    name = ask(page_server, "orders", 25, rules=[{"concept": "c0", "above": 0, "action": "tell"}])
+    known = record(page_server, name)
+    page, rng = visit(page_browser, page_server), random.Random(5)
+    n = 2 + len(known["choices"][0]["tokens"]) + len(known["choices"][0]["events"])
+    orders = [list(range(n))]
+    for _ in range(40):
+        order = [*range(n), *rng.choices(range(n), k=9), *[-1] * rng.randrange(2)]
+        rng.shuffle(order)
+        orders.append(order)
+    found, answers = page(ORDERS.replace("RECORD", json.dumps(known)).replace("GIVEN", json.dumps(orders)))
+    assert found == n and len(known["choices"][0]["events"]) > 0
+    for (answer,) in answers:
+        for told in (*answer["tokens"], *answer["events"]):
+            told.pop("request", None)
+        assert [answer] == known["choices"]

@@ -1,0 +1,131 @@
+"""A server whose page is opened in a real browser, and what the page should show, in plain Python."""
+
+import json
+import re
+import time
+
+from conftest import make_pack
+from probemon import DynamicProbeManager
+from probemon.core.harmless_text import harmless
+from probemon.serving.limits import Limits
+from probemon.serving.served import Served
+from running_server import Running, demo_tokenizer, tiny_host
+
+HOSTILE = [
+    "</script><img src=x onerror=window.hit=1>", "<!--<script>window.hit=1</script>", "a\0b\x1b[31m\x7f\x85c",
+    "\u202edesrever\u202c \u200f.", "\u0301\u0300 e\u0301", "x" * 3000, "🐋é鯨",
+    "</title></style><svg onload=window.hit=1>",
+    "__proto__", "constructor", "javascript:window.hit=1", "\u2028\u2029\ufeff",
+]  # fmt: skip
+READY = "document.documentElement?.dataset.ready === 'true'"
+ENDED = "/complete|cut off|stopped|cancelled/.test(document.getElementById('answer-state').textContent)"
+TEXT = """[...document.querySelectorAll('#answer .tok:not(.own)')].map((n) => {
+  const before = n.parentElement.firstChild;  // the space before a word stands before its mark
+  return before === n ? n.textContent : before.textContent + n.textContent;
+}).join('')"""
+
+
+def hostile_server(folder):
+    """A server on a tiny host, some of whose concepts bear names that would do harm as markup. Close it."""
+    tokenizer = demo_tokenizer()
+    host = tiny_host(tokenizer)
+    limits = Limits(max_tokens=60, kept_events=48, kept_requests=12)
+    names = [harmless(HOSTILE[i % len(HOSTILE)])[:90] if i % 2 else f"concept {i}" for i in range(40)]
+    concepts = [{"id": f"c{i}", "name": name, "parents": [f"c{i // 2}"] * (i >= 4)} for i, name in enumerate(names)]
+    pack = make_pack(folder, host, concepts=concepts)
+    server = Running(Served("tiny", host, tokenizer, DynamicProbeManager(pack), limits), limits)
+    server.host = host
+    return server
+
+
+def slowly(running, seconds):
+    """Let the host take at least so long for a token; `remove()` ends it."""
+    return running.host.lm_head.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+
+
+def ask(running, text, max_tokens=20, **watch):
+    body = {
+        "model": "tiny",
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "messages": [{"role": "user", "content": text}],
+    }
+    answer = running.ask("POST", "/v1/chat/completions", body | {"probemon": {"top_k": 8, **watch}})
+    assert answer.status == 200, answer.content
+    return json.loads(answer.content)["id"]
+
+
+def record(running, name):
+    return running.get(f"/v1/probemon/requests/{name}")
+
+
+def visit(browser, running, place="", port=None, **window):
+    """A page with its token, as `probemon serve` prints the address; then at a place of it."""
+    page = browser.open(f"http://127.0.0.1:{port or running.port}/#token={running.token.replace(' ', '%20')}", **window)
+    page.until(READY)
+    page.until("document.getElementById('pack').textContent !== ''")
+    if place:
+        page.go(place)
+    return page
+
+
+def shown(page):
+    """Each token of the answer: its indices, its kinds, the number it begins with."""
+    return page(
+        "[...document.querySelectorAll('#answer .tok')]"
+        ".map((n) => [n.at, n.className.split(' '), n.dataset.mark ?? ''])"
+    )
+
+
+def leaders_of(tokens, concepts):
+    """The strongest concept that fires at each token, of those on one path the lowest: plain Python over the record."""
+
+    def above(c):
+        return {a for p in concepts[c]["parents"] for a in (p, *above(p))}
+
+    leaders = []
+    for token in tokens:
+        fired = set(token["fired"])
+        lowest = fired - {a for c in fired for a in above(c)}
+        strength = {c: s for c, _, s in token["top"]}
+        leaders.append(min(lowest, key=lambda c: (-strength.get(c, -1e9), c), default=None))
+    return leaders
+
+
+def assert_shows(page, running, name):
+    """The page's answer is the record's: text, which tokens are marked, where each concept begins, what is unseen."""
+    known = record(running, name)["choices"][0]
+    concepts = running.get("/v1/probemon/pack")["concepts"]
+    assert page(TEXT) == harmless(known["text"], "\n\t")
+    leaders = leaders_of(known["tokens"], concepts)
+    order = list(dict.fromkeys(c for c in all_leaders(known["tokens"], concepts) if c is not None))
+    previous = None
+    for at, kinds, mark in shown(page):
+        if len(at) != 1:
+            continue
+        token, leader = known["tokens"][at[0]], leaders[at[0]]
+        assert ("unseen" in kinds) == bool(token["unseen"]), (at, kinds)
+        assert any(re.fullmatch(r"h\d", kind) for kind in kinds) == (leader is not None), (at, kinds)
+        if mark:
+            assert leader != previous and order[int(mark) - 1] == leader
+        if token["text"].strip():
+            previous = leader
+
+
+def all_leaders(tokens, concepts):
+    """The leading concepts in the order in which they get numbers: token by token, the strongest first."""
+
+    def above(c):
+        return {a for p in concepts[c]["parents"] for a in (p, *above(p))}
+
+    for token in tokens:
+        fired = set(token["fired"])
+        strength = {c: s for c, _, s in token["top"]}
+        yield from sorted(fired - {a for c in fired for a in above(c)}, key=lambda c: (-strength.get(c, -1e9), c))
+
+
+def open_file(page, path):
+    page.call("DOM.enable")
+    root = page.call("DOM.getDocument")["root"]["nodeId"]
+    node = page.call("DOM.querySelector", nodeId=root, selector="#replay-file")["nodeId"]
+    page.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node)

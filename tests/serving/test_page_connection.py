@@ -83,7 +83,7 @@ def test_a_page_whose_connection_is_cut_comes_back_and_misses_nothing(page_brows
         again = [head for head in proxy.heads[n_before:] if head.startswith("GET /v1/probemon/events")]
         assert again and all(re.search(r"(?mi)^last-event-id: [1-9]\d*\r$", head) for head in again)
         told = page("document.getElementById('complaint').textContent")
-        assert ("came faster" in told) == lost, told
+        assert ("did not reach" in told) == lost, told
         requests = page_server.get("/v1/probemon/requests")["requests"]
         name = next(one["request"] for one in requests if one["beginning"] == f"cut {lost}")
         if lost:

@@ -25,6 +25,7 @@ import { apply, isRunning, merge, mergeList, newState, newestFirst } from "./sta
 import { drawTree, walkTree } from "./tree.js";
 import { walkTokens } from "./tokens.js";
 
+const NOTICE = 10_000; // milliseconds
 const state = newState();
 const app = {
   state,
@@ -100,9 +101,12 @@ const app = {
     const { id } = view.pack.concepts[c];
     app.go({ ...app.place, concept: app.place.concept === id ? null : id }, true);
   },
-  complain(text) {
+  /** Tell of something that went wrong, for `ms` milliseconds or until something else is told; "" takes it away. */
+  complain(text, ms = null) {
+    clearTimeout(app.notice);
     $("complaint").textContent = text;
     $("complaint").hidden = !text;
+    if (ms !== null) app.notice = setTimeout(() => app.complain(""), ms);
   },
   signIn() {
     $("sign-in").hidden = false;
@@ -189,7 +193,8 @@ function onEvent(name, data) {
     sync();
   } else if (name === "gap") {
     app.complain(
-      `${plural(data.n_dropped, "event")} came faster than this page read them: what was lost is fetched again.`,
+      `${plural(data.n_dropped, "event")} did not reach this page. What they told is fetched again.`,
+      NOTICE,
     );
     sync();
   } else if (name === "begin" && app.follow && app.asking?.id == null) app.go({ answer: id }, true);

@@ -46,10 +46,11 @@ function drawMessages(app, run) {
  * Where a reader begins who comes to an answer: at its pinned token, else where it was asked for; one that goes on is
  * followed.
  */
-function scrollTo(run, view) {
+function scrollTo(app, run, view) {
   const pinned = view === null ? null : $("answer").querySelector(".pinned");
   const last = $("messages").lastElementChild;
   if (pinned) pinned.scrollIntoView({ block: "center" });
+  else if (run === null && !app.asking) $("thread").scrollTop = 0;
   else if (run !== null && !isRunning(run) && last) $("thread").scrollTop = last.offsetTop - $("thread").offsetTop - 14;
   else $("thread").scrollTop = $("thread").scrollHeight;
 }
@@ -79,7 +80,7 @@ export function drawChat(app, view) {
   }
   drawFoot(app, run, view, pending);
   drawChoices(app, run);
-  if (arrived) scrollTo(run, view);
+  if (arrived) scrollTo(app, run, view);
   else if (atEnd && app.follow && run !== null && isRunning(run) && app.hoverAt === null)
     thread.scrollTop = thread.scrollHeight;
   $("newest").hidden =

@@ -17,6 +17,9 @@ const LANES = 10;
 const LEAST = 4;
 const LOW = -4;
 
+/** Columns of a lane: room for a short answer to grow, so that its first tokens are not drawn as wide as the lane. */
+const columnsOf = (choice) => Math.max(48, choice.tokens.length);
+
 function shape(tag, attributes) {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -47,7 +50,7 @@ function pathsOf({ choice, upto }, c) {
 const firstOf = (items, n) => items.slice(0, n).join(", ") + (items.length > n ? ", …" : "");
 
 function strip(view, parts, label) {
-  const n = Math.max(1, view.choice.tokens.length);
+  const n = columnsOf(view.choice);
   const svg = shape("svg", { viewBox: `0 0 ${n} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
   for (const [kind, d] of parts) if (d) svg.append(shape("path", { class: kind, d }));
   return el("div", { class: "strip", role: "img", "aria-label": label }, svg, unseenIn(view));
@@ -57,7 +60,7 @@ function strip(view, parts, label) {
  * Hatched stretches where nothing is known: elements, since what lies in a stretched drawing would be stretched, too.
  */
 function unseenIn({ choice, upto }) {
-  const n = choice.tokens.length;
+  const n = columnsOf(choice);
   const stretches = [];
   for (let i = 0; i <= upto; i++) {
     if (!choice.tokens[i].unseen) continue;
@@ -101,7 +104,7 @@ function laneOf(app, view, { c, n, nLead, peak, peakAt }, mark) {
       view,
       [
         ["near", near],
-        ["threshold", `M0 ${HEIGHT - FOOT}h${choice.tokens.length}v0.6h${-choice.tokens.length}z`],
+        ["threshold", `M0 ${HEIGHT - FOOT}h${columnsOf(choice)}v0.6h${-columnsOf(choice)}z`],
         ["fired", fired],
       ],
       label,
@@ -140,7 +143,7 @@ function eventMarks({ choice, upto }) {
     const told = events.map(({ action, name }) => `${clip(name, 60)} ${action === "stop" ? "stopped it" : "was met"}`);
     const title = `token ${position}: ${told.join(", ")}`;
     const node = el("span", { class: `flag ${stops ? "stop" : "tell"}`, title }, stops ? "■" : "▲");
-    node.style.left = `${(100 * (i + 0.5)) / choice.tokens.length}%`;
+    node.style.left = `${(100 * (i + 0.5)) / columnsOf(choice)}%`;
     return [node];
   });
 }
@@ -199,7 +202,7 @@ function drawCursor({ choice, at }) {
   const tokens = choice.tokens;
   cursor.hidden = at === null;
   if (at === null) return;
-  cursor.style.setProperty("--at", String((at + 0.5) / tokens.length));
+  cursor.style.setProperty("--at", String((at + 0.5) / columnsOf(choice)));
   slider.setAttribute("aria-valuemin", tokens[0].position);
   slider.setAttribute("aria-valuemax", tokens.at(-1).position);
   slider.setAttribute("aria-valuenow", tokens[at].position);
@@ -214,7 +217,8 @@ export function walkLanes(app) {
     if (!track || view === null) return null;
     const { left, width } = track.getBoundingClientRect();
     const share = (event.clientX - left) / width;
-    return share < 0 || share >= 1 ? null : Math.floor(share * view.choice.tokens.length);
+    const i = Math.floor(share * columnsOf(view.choice));
+    return i >= 0 && i <= view.upto ? i : null;
   };
   area.addEventListener("pointermove", (event) => app.hover(event.target.closest("button") ? null : indexAt(event)));
   area.addEventListener("pointerleave", () => app.hover(null));

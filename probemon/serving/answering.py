@@ -1,17 +1,17 @@
 """Answering: one answer of the host, watched while it is generated, with its text, scores and events as they come.
 
-answering = Answering(served, prepared, ids, choice=0, max_tokens=100, tell=tell, cancelled=lambda: False)
-ending = answering.run()                   # in the thread that generates; tell(Piece) has been called meanwhile
+answering = Answering(served, prepared, ids, choice=0, max_tokens=100, listener=job, ...)
+ending = answering.run()                   # in the thread that generates; `job` was told of it meanwhile
 ending.finish_reason, ending.summary
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,20 @@ class Ending:
     n_unseen: int
 
 
+class Listener(Protocol):
+    """Who is told of an answer while it is generated."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the answer is not wanted any more."""
+
+    def note(self, choice: int, tokens: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        """Hear of scores and of rules that were met, as soon as they are known."""
+
+    def send(self, piece: Piece) -> None:
+        """Send what is new after a token, which was noted before, with the text."""
+
+
 class Answering(StoppingCriteria):
     """Generates one answer to the prompt `ids` and tells of it. It is the criterion that ends the generation, too.
 
@@ -68,18 +82,18 @@ class Answering(StoppingCriteria):
         max_tokens: int,
         seed: int | None,
         tell_prompt: bool,
-        tell: Callable[[Piece], None],
-        cancelled: Callable[[], bool],
+        listener: Listener,
     ) -> None:
         self._served, self._prepared, self._ids = served, prepared, ids
         self._choice, self._max_tokens, self._tell_prompt = choice, max_tokens, tell_prompt
-        self._tell, self._cancelled = tell, cancelled
+        self._listener = listener
         self._hold = prepared.watch.hold
         self._told = Told(served.manager.pack, prepared.watch.top_k, prepared.shown)
         self._text = AnswerText(served.decode, prepared.request.stop, hold=self._hold)
         self._answer_ids: list[int] = []
         self._tokens: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
+        self._n_noted = [0, 0]  # of these, how many tokens and events were noted
         self._complete = False  # the answer has all its tokens
         self._stopped_by: dict[str, Any] | None = None
         self._hidden_from: int | None = None  # the first token that is not shown, with `hold`
@@ -125,7 +139,7 @@ class Answering(StoppingCriteria):
         # Where the answer is complete, one more was run, for the score of the last that is shown.
         ends = self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
         self._flush()
-        return torch.full((len(input_ids),), ends or self._cancelled(), device=input_ids.device)
+        return torch.full((len(input_ids),), ends or self._listener.cancelled, device=input_ids.device)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -159,6 +173,7 @@ class Answering(StoppingCriteria):
                         zip(placed.columns.tolist(), placed.ids.tolist(), strict=True)
                     )
                 ]
+            self._note()
             return
         for i, column in enumerate(placed.columns.tolist()):
             index = column - len(self._ids)
@@ -170,6 +185,7 @@ class Answering(StoppingCriteria):
             if self._hidden_from is None or index < self._hidden_from:
                 self._text.allow(index + 1)
                 self._tokens.append(self._generated(scores, i, index))
+        self._note()
 
     def _generated(self, scores: Scores, i: int, index: int) -> dict[str, Any]:
         return self._token(
@@ -196,11 +212,19 @@ class Answering(StoppingCriteria):
             phase=PHASES[phase],
         )
 
+    def _note(self) -> None:
+        """Tell of scores and rules at once; the client is told when the token after has been chosen, with its text."""
+        tokens, events = self._tokens[self._n_noted[0] :], self._events[self._n_noted[1] :]
+        self._n_noted = [len(self._tokens), len(self._events)]
+        if tokens or events:
+            self._listener.note(self._choice, tokens, events)
+
     def _flush(self) -> None:
+        self._note()
         text, tokens, events = self._text.take(), self._tokens, self._events
         if text or tokens or events:
-            self._tokens, self._events = [], []
-            self._tell(Piece(self._choice, text, tokens, events))
+            self._tokens, self._events, self._n_noted = [], [], [0, 0]
+            self._listener.send(Piece(self._choice, text, tokens, events))
 
     def _end(self, result: Result) -> Ending:
         self._text.end()

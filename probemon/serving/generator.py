@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from probemon.errors import RequestRefused
@@ -41,11 +40,12 @@ class Failure:
 class Job:
     """One request on its way. `id`: also of the answer and of permanent links; `created`: in seconds since 1970."""
 
-    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records) -> None:
+    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records, counts: Counts) -> None:
         request = prepared.request
         self.id, self.created = _PREFIX[request.kind] + secrets.token_hex(12), int(time.time())
         self.prepared, self.outbox = prepared, outbox
-        self._ring, self._records = ring, records
+        self._ring, self._records, self._counts = ring, records, counts
+        self._n_bytes = 0  # of what was noted and not sent
         asked: dict[str, Any] = (
             {"messages": list(request.messages)}
             if request.kind == "chat"
@@ -70,23 +70,26 @@ class Job:
         """Say to subscribers that it is being answered."""
         self._ring.publish("begin", self._about)
 
-    def tell(self, piece: Piece) -> None:
-        """Tell what is new to subscribers, records and the client. Raises `Stalled`."""
-        choice, n_bytes = self._content["choices"][piece.choice], len(piece.text)
-        for kind, entries in (("token", piece.tokens), ("rule", piece.events)):
+    def note(self, choice: int, tokens: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        """Tell what is known now to subscribers and records."""
+        content = self._content["choices"][choice]
+        for kind, entries in (("token", tokens), ("rule", events)):
             for entry in entries:
                 text = json.dumps(entry, allow_nan=False)
-                is_prompt = entry.get("phase") == "prompt"
-                to = (
-                    self._content["prompt_tokens"]
-                    if is_prompt
-                    else choice[f"{'token' if kind == 'token' else 'event'}s"]
-                )
+                own = content["tokens" if kind == "token" else "events"]
+                to = self._content["prompt_tokens"] if entry.get("phase") == "prompt" else own
                 self._records.add(self._record, to, entry, len(text))
                 self._ring.publish(kind, f'{{"request": "{self.id}", {text[1:]}')
-                n_bytes += len(text)
+                self._n_bytes += len(text)
+        if any(token["unseen"] is None for token in tokens):
+            self._counts.note_sight()
+
+    def send(self, piece: Piece) -> None:
+        """Tell the client. Raises `Stalled`."""
+        choice = self._content["choices"][piece.choice]
         if piece.text:
             self._records.set(self._record, choice, {"text": choice["text"] + piece.text})
+        n_bytes, self._n_bytes = self._n_bytes + len(piece.text), 0
         self.outbox.put(piece, n_bytes)
 
     def end(self, ending: Ending) -> None:
@@ -154,7 +157,7 @@ class Generator:
                     status=429,
                     code="queue_full",
                 )
-            job = Job(prepared, outbox, self._ring, self._records)
+            job = Job(prepared, outbox, self._ring, self._records, self.counts)
             self._waiting.append(job)
             self._changed.notify()
         return job
@@ -205,11 +208,6 @@ class Generator:
                     self._running.discard(job)
                 self.counts.ended(outcome, time.monotonic() - begun)
 
-    def _tell(self, job: Job, piece: Piece) -> None:
-        if any(token["unseen"] is None for token in piece.tokens):
-            self.counts.note_sight()
-        job.tell(piece)
-
     def _answer(self, job: Job) -> None:
         if job.cancelled:
             return
@@ -225,8 +223,7 @@ class Generator:
                     max_tokens=max_tokens,
                     seed=None if request.seed is None else request.seed + number,
                     tell_prompt=prepared.watch.prompt and number == 0,
-                    tell=partial(self._tell, job),
-                    cancelled=lambda: job.cancelled,
+                    listener=job,
                 )
                 ending = answering.run()
                 self.counts.told(len(ids), ending)

@@ -9,9 +9,10 @@ from torch.nn.functional import softplus
 
 from conftest import PAD, make_model, n_hooks
 from probemon.errors import ConfigError, NotSupportedHost
+from probemon.host.recurrent.mixers import find_mixers
 from probemon.host.recurrent.state_sites import site_width
 from probemon.host.tap import Tap
-from recurrent_hosts import BATCH, GREEDY, HOSTS, cache_in, cache_of, make_host, states_alone
+from recurrent_hosts import BATCH, FURTHER, GREEDY, HOSTS, cache_in, cache_of, make_host, states_alone
 
 
 @pytest.fixture(scope="module", params=HOSTS)
@@ -51,6 +52,25 @@ def test_the_newest_state_is_the_one_in_the_hosts_cache_after_every_forward(host
     ]  # fmt: skip
     for values, state in zip(seen, kept, strict=True):
         assert (values[:, -1] - state).abs().max() <= 5e-6 * float(state.abs().max()) > 0
+
+
+@pytest.mark.parametrize("kind", FURTHER)
+def test_every_family_with_such_layers_has_the_states_of_its_cache(kind):
+    host = make_host(kind)
+    for layer, _ in find_mixers(host):
+        kept, (given, handle) = [], cache_of(host)
+        after = host.base_model.register_forward_hook(
+            lambda *_, kept=kept, given=given, layer=layer: kept.append(
+                given[-1].layers[layer].recurrent_states[0].flatten(1).clone()
+            )
+        )
+        seen, _ = watched(
+            host, f"ssm_state.{layer}", lambda: host.generate(BATCH, attention_mask=BATCH != PAD, **GREEDY)
+        )
+        handle.remove()
+        after.remove()
+        for values, state in zip(seen, kept, strict=True):
+            assert (values[:, -1] - state).abs().max() <= 5e-6 * float(state.abs().max()) > 0
 
 
 def test_states_and_steps_of_a_padded_row_are_those_of_that_row_alone_in_fp64(host):

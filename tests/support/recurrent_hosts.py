@@ -19,13 +19,25 @@ HOSTS = {
     "jamba": {**HYBRID, "mamba_d_state": 5, "mamba_dt_rank": 3, "attn_layer_period": 2, "attn_layer_offset": 1,
               "num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False},
 }  # fmt: skip
+FURTHER = {
+    "zamba2": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+               "num_mem_blocks": 1, "adapter_rank": 4, "attention_head_dim": 16, "num_attention_heads": 2,
+               "num_key_value_heads": 2, "intermediate_size": 24, "chunk_size": 4, "mamba_d_state": 6,
+               "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 4, "mamba_headdim": 8},
+    "nemotron_h": {**HYBRID, "num_hidden_layers": 4, "hybrid_override_pattern": "M*M-", "mamba_num_heads": 4,
+                   "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2, "chunk_size": 4},
+    "granitemoehybrid": {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+                         "layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1,
+                         "shared_intermediate_size": 8, "mamba_chunk_size": 4, "mamba_n_heads": 4, "mamba_d_head": 8,
+                         "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2},
+}  # fmt: skip
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
 GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": PAD}
 
 
 def make_host(kind, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SIZES, **HOSTS[kind], **changes})
+    config = AutoConfig.for_model(kind, **{**SIZES, **{**HOSTS, **FURTHER}[kind], **changes})
     host = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in host.named_parameters():

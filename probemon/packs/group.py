@@ -51,8 +51,8 @@ class PackGroup:
         sizes = {name: pack.architecture.hidden_size for name, pack in self.packs.items()}
         if len(set(sizes.values())) > 1:
             raise ConfigError(
-                f"the packs read hidden states of different sizes {sizes}: they are for different hosts, so give each"
-                " its manager"
+                f"the packs read states of different sizes {sizes}: they are for different hosts, or read other sites"
+                " of one (a recurrent state beside the residual stream), so give each its manager"
             )
         self.name = " + ".join(self.packs)
         self.hidden_size = members[0].architecture.hidden_size

@@ -14,7 +14,7 @@ from conftest import PAD, make_model, make_pack, n_hooks
 from corpora import make_tokenizer
 from host.test_state_sites import steps_alone
 from probemon import DynamicProbeManager, ProbePack
-from probemon.errors import HostMismatch, NotSupportedHost, PackCorrupt, PackError, TrainingError
+from probemon.errors import ConfigError, HostMismatch, NotSupportedHost, PackCorrupt, PackError, TrainingError
 from probemon.host.fingerprint import fingerprint
 from probemon.host.recurrent.state_sites import site_width
 from probemon.offline.windows import Reading
@@ -160,6 +160,21 @@ def test_a_second_turn_is_scored_though_nobody_saw_the_first(tmp_path):
     with DynamicProbeManager(pack).attach(host) as run:
         out = host.generate(ids, past_key_values=first.past_key_values, **GREEDY)
     assert check_rows(pack, exact, "ssm_state.1", run.result(out), out, n_begin=11) == 4 + 6
+
+
+def test_packs_of_unlike_sites_watch_one_host_each_by_its_manager(tmp_path):
+    host = make_host("mamba2")
+    packs = [pack_for(tmp_path, host, site, site.partition(".")[0]) for site in ("ssm_state.1", "resid_post.1")]
+    with pytest.raises(ConfigError, match="a recurrent state beside the residual stream"):
+        DynamicProbeManager(packs)
+    first, second = (DynamicProbeManager(pack).attach(host) for pack in packs)
+    with first, second:
+        out = host.generate(BATCH, attention_mask=MASK, **GREEDY)
+    for run, pack in ((first, packs[0]), (second, packs[1])):
+        with DynamicProbeManager(pack).attach(host) as alone:
+            host.generate(BATCH, attention_mask=MASK, **GREEDY)
+        assert np.array_equal(run.result(out).scores.values, alone.result(out).scores.values)
+    assert n_hooks(host) == 0
 
 
 def test_packs_are_refused_by_hosts_without_the_site_or_of_another_width(tmp_path):

@@ -349,20 +349,6 @@ def compiled(kind: str) -> Found:
 
 
 @recipe(
-    "torch.compile, whole host", "torch.compile (inductor)",
-    "logits of generate() are those of one forward; something was compiled", on=("mamba2",), bound=1e-5,
-)  # fmt: skip
-def compiled_whole(kind: str) -> Found:
-    model, plain = make(kind), make(kind)
-    with _dynamo() as n_graphs:
-        with Watch(model, states=False) as watch:
-            model.forward = torch.compile(model.forward)
-            out, logits = greedy(model, IDS[:1, :9], max_new_tokens=4)
-        value = largest(logits, forwards(plain, out, [0], 4)) if n_graphs() else float("inf")
-    return Found(value, watch.distance(out, plain=plain))
-
-
-@recipe(
     "fusion", "torch.compile (inductor)", "logits with fused feed-forwards are those of the plain host",
     on=("ltm", "falcon_h1"), bound=1e-5,
 )  # fmt: skip

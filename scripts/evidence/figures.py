@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from figure_words import JUDGED, reason_of
-from memory_figures import memory_overhead, recipe_refusals, recipe_traps, recipes
+from memory_figures import memory_overhead, recall_study, recipe_refusals, recipe_traps, recipes
 from staleness import stale_files
 
 WORDS = {
@@ -425,6 +425,7 @@ def training_costs(found: dict[str, Any]) -> list[str]:
 TABLES = {
     "host_recipes.json": (recipes, recipe_traps, recipe_refusals),
     "memory_overhead.json": (memory_overhead,),
+    "ltm_recall.json": (recall_study,),
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),
     "cpu.json": (claims, host, grid),

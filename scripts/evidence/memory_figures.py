@@ -1,6 +1,7 @@
 """Tables of the pages about hosts that remember: what watching them adds, and how they are run well.
 
-memory_overhead(found), recipes(found), recipe_traps(found), recipe_refusals(found)     # lines of Markdown
+memory_overhead(found), recall_study(found)     # lines of Markdown
+recipes(found), recipe_traps(found), recipe_refusals(found)
 """
 
 from __future__ import annotations
@@ -23,6 +24,41 @@ def memory_overhead(found: dict[str, Any]) -> list[str]:
             f" {bar} |"
         )
     return lines
+
+
+_STUDIED = {
+    "memory": "memory, 40 slots",
+    "memory, in 12 slots": "the same, with 12 slots from then on",
+    "memory, closed": "the same, its memory closed",
+    "memory, 12 slots": "memory, 12 slots from the beginning",
+}
+
+
+def recall_study(found: dict[str, Any]) -> list[str]:
+    """Recall beyond the window by model: in how many seeds it is learnt, and the mean over seeds."""
+    gaps = (24, 96, 384)
+    lines = [
+        f"| model | parameters | learnt at 24 | and at 384 | {' | '.join(f'recall at {gap}' for gap in gaps)} |",
+        f"|---|---|---|---|{'---|' * len(gaps)}",
+    ]
+    for name in ("memory", "memory, in 12 slots", "memory, closed", *found["summaries"]):
+        summary = found["summaries"][name]
+        row = _recall_row(_STUDIED.get(name, name), summary, gaps)
+        if row not in lines:
+            lines.append(row)
+    return lines
+
+
+def _recall_row(name: str, summary: dict[str, Any], gaps: tuple[int, ...]) -> str:
+    if "parameters" in summary:
+        n, learnt = summary["n_seeds"], (summary[f"solved_recall_{key}"]["seeds"] for key in ("24", "24_and_384"))
+        cells = [f"{summary['parameters']:,}", *(f"{count} of {n}" for count in learnt)]
+    else:
+        cells = ["", "", ""]
+    for gap in gaps:
+        recall = summary[f"recall_{gap}"]
+        cells.append(f"{recall['mean']:.3f} ({recall['low']:.2f} to {recall['high']:.2f})")
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 RECIPE_HOSTS = ("ltm", "mamba2", "falcon_h1")

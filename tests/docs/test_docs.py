@@ -56,6 +56,22 @@ def test_what_watching_states_and_slots_costs_is_what_was_measured():
     }
 
 
+def test_what_recalls_beyond_a_window_is_what_was_measured():
+    found = result("ltm_recall.json")
+    assert flat(figures.recall_study(found)) in page_of("docs/memory-hosts.md")
+    assert {summary["n_seeds"] for summary in found["summaries"].values()} == {5}
+    solved = {
+        name: [summary[f"solved_recall_{key}"]["seeds"] for key in ("24", "24_and_384")]
+        for name, summary in found["summaries"].items()
+        if "parameters" in summary
+    }
+    assert solved["memory"] == [5, 4] and solved["memory, 12 slots"][1] == 0
+    assert solved["full attention"] == solved["mamba"] == solved["window only"] == [0, 0]
+    assert all(
+        row["in_12_slots"]["recall_384"] > 0.99 for row in found["rows"] if row["model"] == "memory" and row["solved"]
+    )
+
+
 def test_what_recipes_do_to_hosts_is_what_was_measured():
     found, page = result("host_recipes.json"), page_of("docs/running-hosts.md")
     for table in (figures.recipes, figures.recipe_traps, figures.recipe_refusals):

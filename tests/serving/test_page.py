@@ -92,7 +92,7 @@ def test_a_link_to_a_token_and_a_concept_shows_that_and_the_concept_alone(page_b
 # -- keys, replay, files ---------------------------------------------------------------------------
 
 
-def test_tokens_lanes_and_tree_are_walked_by_keys(page_browser, page_server):
+def test_tokens_lanes_and_tree_are_walked_by_keys_and_lanes_by_pointer(page_browser, page_server):
     name = ask(page_server, "keys")
     known = record(page_server, name)["choices"][0]
     page = visit(page_browser, page_server, f"#answer={name}")
@@ -113,6 +113,14 @@ def test_tokens_lanes_and_tree_are_walked_by_keys(page_browser, page_server):
     assert page("document.getElementById('lanes-slider').getAttribute('aria-valuenow')") == str(
         known["tokens"][1]["position"]
     )
+    left, top, width = page(
+        "(({ left, top, width, height }) => [left, top + height / 2, width])"
+        "(document.querySelector('#lanes .strip').getBoundingClientRect())"
+    )
+    x = left + width * 5.5 / max(48, len(known["tokens"]))  # the middle of the column of the sixth token
+    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        page.call("Input.dispatchMouseEvent", type=kind, x=x, y=top, button="left", clickCount=1)
+    page.until(f"location.hash.endsWith('&token={known['tokens'][5]['position']}')")
     page("document.querySelector('#tree [aria-expanded=true]').focus()")
     rows = page("document.querySelectorAll('#tree .node').length")
     page.press("ArrowLeft")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+_CONTEXT = 16  # tokens that are decoded again with the next one, at most
 _MOST_OF_A_CHARACTER = 4  # tokens; more that do not decode are no character in the making
 
 
@@ -21,7 +22,7 @@ class TokenTexts:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []  # those before `_done` have their texts, and are decoded again with those after them
-        self._done = 0
+        self._done, self._before = 0, ""  # what is decoded of these
 
     def add(self, token_id: int) -> str:
         """Take the next token and return what it adds."""
@@ -34,11 +35,13 @@ class TokenTexts:
 
     def _next(self, at_end: bool) -> str:
         # Decoded with the tokens before, since a token alone may lose the space that it begins with.
-        before, now = self._decode(self._ids[: self._done]), self._decode(self._ids)
+        before, now = self._before, self._decode(self._ids)
         if now.endswith("\ufffd") and len(self._ids) - self._done <= _MOST_OF_A_CHARACTER and not at_end:
             return ""
         if len(now) > len(before):
-            del self._ids[: self._done]
-            self._done = 0
+            self._before = now
+            if len(self._ids) > _CONTEXT:
+                del self._ids[: self._done]
+                self._before = self._decode(self._ids)
         self._done = len(self._ids)
         return now[len(before) :]

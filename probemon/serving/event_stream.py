@@ -51,7 +51,8 @@ class EventStream:
             async for chunk in chunks:
                 if chunk:
                     message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                    await asyncio.wait_for(send(message), self._stalled_seconds)
+                    async with asyncio.timeout(self._stalled_seconds):  # unlike wait_for, it makes no task
+                        await send(message)
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -88,7 +88,7 @@ class Job:
         """Tell the client. Raises `Stalled`."""
         choice = self._content["choices"][piece.choice]
         if piece.text:
-            self._records.set(self._record, choice, {"text": choice["text"] + piece.text})
+            self._records.add_text(self._record, choice, piece.text)
         n_bytes, self._n_bytes = self._n_bytes + len(piece.text), 0
         self.outbox.put(piece, n_bytes)
 

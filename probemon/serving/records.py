@@ -46,6 +46,12 @@ class Records:
             to.append(entry)
             record.n_bytes += n_bytes
 
+    def add_text(self, record: Record, choice: dict[str, Any], text: str) -> None:
+        """Add to the text of an answer."""
+        with self._lock:
+            choice["text"] += text
+            record.n_bytes += len(text)
+
     def set(self, record: Record, of: dict[str, Any], values: dict[str, Any]) -> None:
         """Set values of an object of a record."""
         with self._lock:

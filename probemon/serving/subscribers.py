@@ -146,7 +146,8 @@ class Subscriber:
                 yield chunk
                 continue
             try:
-                await asyncio.wait_for(self.news.wait(), _PING_SECONDS)
+                async with asyncio.timeout(_PING_SECONDS):
+                    await self.news.wait()
             except TimeoutError:
                 yield b": nothing new\n\n"
 

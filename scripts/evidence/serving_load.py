@@ -34,7 +34,7 @@ MEASURES = ("scripts/evidence/serving_load.py", "probemon/serving", "probemon/mo
 PROMPT = "Tell me about whales and the ships that hunted them."
 BARS = {"first_event_seconds": 0.02, "added_share": 0.02, "slowdown_share": 0.03, "growth_bytes": 20 << 20}
 PAGES, DEAF = 45, 5
-KEPT_EVENTS, SEND_BUFFER = 128, 4096  # small, so that pages that do not read fall behind within the measurement
+KEPT_EVENTS, SEND_BUFFER = 64, 4096  # small, so that pages that do not read fall behind within the measurement
 
 
 def serve() -> None:
@@ -114,10 +114,10 @@ class Server:
     def resident_bytes(self) -> int:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def answer(self, n_tokens: int) -> dict[str, float]:
+    def answer(self, n_tokens: int, **probemon: Any) -> dict[str, float]:
         """Have one streamed answer; seconds a token: of the watched `generate()`, of all else, by the clock."""
         ask = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": n_tokens}
-        ask |= {"temperature": 0, "stream": True, "probemon": {}}
+        ask |= {"temperature": 0, "stream": True, "probemon": probemon}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         begin = time.monotonic()
         connection.request("POST", "/v1/chat/completions", json.dumps(ask), {"Content-Type": "application/json"})
@@ -199,6 +199,7 @@ def many_pages(server: Server) -> ExitStack:
     for _ in range(DEAF):
         stack.enter_context(subscribe(server.port, deaf=True))
     time.sleep(1)
+    server.answer(KEPT_EVENTS, top_k=50, prompt=True)  # enough to fill what lies between the server and a deaf page
     return stack
 
 

@@ -46,6 +46,19 @@ def test_what_adapters_learn_is_what_was_measured():
     assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
 
 
+def test_why_requests_are_not_batched_is_what_was_measured():
+    found, page = result("batching_exactness.json")["found"], page_of("docs/decisions.md")
+    beside = "together, beside generate()"
+    rows = found["bfloat16"][beside]
+    n, n_equal = (sum(row[name] for row in rows) for name in ("tokens", "tokens_with_equal_scores"))
+    largest = {dtype: max(row["largest_difference"] for row in found[dtype][beside]) for dtype in found}
+    assert (
+        f"of {n} tokens of four chats {n_equal} have equal scores, one differs by {largest['bfloat16']:.4f}" in page
+        and f"in fp32 scores differ by up to {largest['float32']:.1e}".replace("e-0", "e-") in page
+    )
+    assert not all(row["same_text"] for row in found["bfloat16"]["together, beside a batch of one"])
+
+
 def test_what_watching_states_and_slots_costs_is_what_was_measured():
     found = result("memory_overhead.json")
     assert flat(figures.memory_overhead(found)) in page_of("docs/recurrent-hosts.md")

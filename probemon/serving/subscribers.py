@@ -27,8 +27,9 @@ from probemon.serving.limits import Limits
 
 _RETRY_MILLISECONDS = 1000
 _PING_SECONDS = 15.0  # of silence, after which a comment keeps the connection
-_WAIT_SECONDS = 0.004  # a subscriber, before the newest events are sent: many are sent together to many
-_MOST_WAIT_SECONDS = 0.25
+# Before the newest events are sent: to few pages soon, to many several together, since each sending takes time from
+# the generation.
+_WAIT_SECONDS, _WAIT_SECONDS_BY_SQUARE, _MOST_WAIT_SECONDS = 0.004, 0.0002, 0.5
 
 
 class EventRing:
@@ -74,7 +75,7 @@ class EventRing:
                 self._first_id += 1
             if self._subscribers and not self._wake_is_due and self._loop is not None:
                 self._wake_is_due = True
-                wait = min(_MOST_WAIT_SECONDS, _WAIT_SECONDS * len(self._subscribers))
+                wait = min(_MOST_WAIT_SECONDS, _WAIT_SECONDS + _WAIT_SECONDS_BY_SQUARE * len(self._subscribers) ** 2)
                 _call_in(self._loop, self._loop.call_later, wait, self._wake)
 
     def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]]) -> Subscriber:

@@ -199,7 +199,8 @@ def many_pages(server: Server) -> ExitStack:
     for _ in range(DEAF):
         stack.enter_context(subscribe(server.port, deaf=True))
     time.sleep(1)
-    server.answer(KEPT_EVENTS, top_k=50, prompt=True)  # enough to fill what lies between the server and a deaf page
+    for _ in range(2):  # enough to fill what lies between the server and a deaf page
+        server.answer(KEPT_EVENTS, top_k=50, prompt=True)
     return stack
 
 

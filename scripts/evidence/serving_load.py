@@ -119,11 +119,13 @@ class Server:
         ask = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": n_tokens}
         ask |= {"temperature": 0, "stream": True, "probemon": probemon}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        begin = time.monotonic()
+        begin, n_before = time.monotonic(), len(self.answers)
         connection.request("POST", "/v1/chat/completions", json.dumps(ask), {"Content-Type": "application/json"})
         assert connection.getresponse().read().endswith(b"[DONE]\n\n")
         wall = time.monotonic() - begin
         connection.close()
+        while len(self.answers) == n_before:  # what the process says of it comes another way
+            time.sleep(0.01)
         between, thread, process = self.answers[-1]
         generating = thread - between
         return {

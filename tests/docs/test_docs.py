@@ -46,6 +46,22 @@ def test_what_adapters_learn_is_what_was_measured():
     assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
 
 
+def test_what_the_server_costs_is_what_was_measured():
+    found, page = result("serving_load.json"), page_of("docs/serving.md")
+    bars = {name: bar["found"] for name, bar in found["bars"].items()}
+    n_pages = found["pages"]["reading"] + found["pages"]["never_reading"]
+    for row in (
+        f"its event at a page, median | {1000 * bars['first_event_seconds']:.0f} ms | 20 ms |",
+        f"of what that takes | {100 * bars['added_share']:.1f} % | 2 %, missed |",
+        f"the same, that {n_pages} pages add, of which {found['pages']['never_reading']} never read |"
+        f" {100 * bars['slowdown_share']:.1f} % | 3 % |",
+        f"memory that these pages take | {bars['growth_bytes'] / 2**20:.0f} MB | 20 MB |",
+        f"lost {found['events_dropped']:,.0f} events",
+    ):
+        assert row in page, row
+    assert [name for name, bar in found["bars"].items() if not bar["met"]] == ["added_share"]
+
+
 def test_why_requests_are_not_batched_is_what_was_measured():
     found, page = result("batching_exactness.json")["found"], page_of("docs/decisions.md")
     beside = "together, beside generate()"

@@ -8,6 +8,7 @@ probemon serve MODEL PACK --host 0.0.0.0 --allow-remote --allow-host models.exam
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -32,6 +33,9 @@ AllowHost = Annotated[
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a thread of its own.")]
 Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
+DrainSeconds = Annotated[
+    int, typer.Option(help="How long the end waits for the answers to requests that have come.", min=0)
+]
 
 
 def serve(
@@ -46,6 +50,7 @@ def serve(
     max_tokens: MaxTokens = 1024,
     at_once: AtOnce = 2,
     queue: Queue = 32,
+    drain_seconds: DrainSeconds = 30,
     alert_set: AlertSet = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -54,7 +59,8 @@ def serve(
 ) -> None:
     """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
 
-    Once it is ready it prints its address, with the token that clients give as their API key. Ctrl-C ends it.
+    Once it is ready it prints its address, with the token that clients give as their API key. Ctrl-C or SIGTERM ends
+    it: what was asked by then is answered, a second signal ends it at once.
     """
     from probemon.serving.server import address_of, all_names, check_extra, is_loopback, make_server, open_socket
 
@@ -88,4 +94,5 @@ def serve(
         served = Served(served_name(model), loaded, tokenizer, manager, limits)
         app = make_app(served, limits, token=token, hosts=names)
         address = address_of(sock) + ("" if token is None else f"#token={token}")
-        make_server(app, lambda: say(f"probemon serving at {address}")).run(sockets=[sock])
+        ready = partial(say, f"probemon serving at {address}")
+        make_server(app, ready, drain_seconds=drain_seconds).run(sockets=[sock])

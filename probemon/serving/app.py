@@ -45,7 +45,8 @@ _SIGHT_SECONDS = 30.0  # for so long it counts as seeing that tokens were scored
 
 def make_app(served: Served, limits: Limits, *, token: str | None, hosts: Collection[str]) -> Guard:
     """Return the application. It begins to answer in its lifespan. Raises `Blind` where the canary is not seen."""
-    return Guard(_Routes(served, limits).app(), hosts=hosts, token=token, body_bytes=limits.body_bytes)
+    routes = _Routes(served, limits)
+    return Guard(routes.app(), hosts=hosts, token=token, body_bytes=limits.body_bytes, stop=routes.stop)
 
 
 class _Routes:
@@ -81,6 +82,10 @@ class _Routes:
             exception_handlers={RequestRefused: self._refused, HTTPException: _no_route},
             lifespan=self._life,
         )
+
+    def stop(self) -> None:
+        """End the streams of events, in the server's loop."""
+        self._ring.close()
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:

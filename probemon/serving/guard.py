@@ -39,10 +39,22 @@ HEADERS = {
 
 
 class Guard:
-    """`hosts`: the names by which the server may be called, in small letters; `token` None: none is asked for."""
+    """`hosts`: the names by which the server may be called, in small letters; `token` None: none is asked for.
 
-    def __init__(self, app: App, *, hosts: Collection[str], token: str | None, body_bytes: int) -> None:
+    `stop()`: ends the streams that do not end by themselves, before the server ends.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        hosts: Collection[str],
+        token: str | None,
+        body_bytes: int,
+        stop: Callable[[], None] = lambda: None,
+    ) -> None:
         self._app, self._hosts, self._body_bytes = app, frozenset(hosts), body_bytes
+        self.stop = stop
         self._token = None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

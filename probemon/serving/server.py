@@ -14,8 +14,6 @@ from typing import Any
 
 from probemon.errors import ConfigError, MissingExtra
 
-_GRACE_SECONDS = 5
-
 
 def check_extra() -> None:
     """Raise `MissingExtra` where what the server stands on is not installed."""
@@ -63,13 +61,19 @@ def address_of(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def make_server(app: Any, ready: Callable[[], None]) -> Any:
-    """Return a `uvicorn.Server`, whose `run(sockets=[sock])` ends with a signal, or `should_exit`; `ready()` is called
-    once requests are answered.
+def make_server(app: Any, ready: Callable[[], None], *, drain_seconds: int = 30) -> Any:
+    """Return a `uvicorn.Server`, whose `run(sockets=[sock])` ends with a signal, or `should_exit`.
+
+    `ready()`: called once requests are answered.
+    `drain_seconds`: how long the end waits for answers that were begun or wait for their turn; then they are cut off.
     """
     import uvicorn
 
     class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.stop()  # an open page reads for ever: without this it would be waited for, and then cut off
+            await super().shutdown(sockets)
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
@@ -82,7 +86,7 @@ def make_server(app: Any, ready: Callable[[], None]) -> Any:
         access_log=False,  # what was asked is nobody's but the client's
         server_header=False,
         date_header=False,
-        timeout_graceful_shutdown=_GRACE_SECONDS,
+        timeout_graceful_shutdown=drain_seconds,
         ws="none",
     )
     return Server(config)

@@ -5,6 +5,7 @@ ring.publish("token", {...})                       # any thread; never waits for
 subscriber = ring.subscribe(after=17, hello=dict)  # in the server's loop; after: the last id that was received
 async for chunk in subscriber.chunks(): ...        # bytes of text/event-stream
 ring.leave(subscriber)
+ring.close()                                       # ends what subscribers read: the server ends
 
 There is one ring for all: a subscriber is a place in it, so that one who never reads costs nothing. Who is further
 behind than what is kept is told by a `gap` how many events it lost, and which.
@@ -37,6 +38,7 @@ class EventRing:
 
     def __init__(self, limits: Limits) -> None:
         self.boot = secrets.token_hex(8)
+        self.closed = False
         self.n_lost = 0  # events that subscribers lost, over all of them
         self._limits = limits
         self._lock = threading.Lock()  # guards what follows
@@ -118,6 +120,11 @@ class EventRing:
             subscriber.next_id = self.last_id + 1
         return b"".join(chunks)
 
+    def close(self) -> None:
+        """End the streams of all subscribers, in the server's loop."""
+        self.closed = True
+        self._wake()
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _wake(self) -> None:
@@ -140,7 +147,7 @@ class Subscriber:
         ring = self._ring
         hello = {"boot": ring.boot, "last_id": self.next_id - 1, "subscribers": ring.n_subscribers, **self._hello()}
         yield f"retry: {_RETRY_MILLISECONDS}\nevent: hello\ndata: {json.dumps(hello)}\n\n".encode()
-        while True:
+        while not ring.closed:
             self.news.clear()
             chunk = ring.read(self)
             if chunk:

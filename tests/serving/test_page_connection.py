@@ -1,5 +1,6 @@
 """Whatever becomes of connections, the page of a server shows all of an answer."""
 
+import http.client
 import json
 import random
 import re
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from cut_proxy import CutProxy
+from running_server import Running
 from served_page import ENDED, READY, ask, assert_shows, record, shown, slowly, visit
 
 
@@ -130,3 +132,16 @@ def test_events_in_any_order_twice_and_beside_the_record_make_one_answer(page_br
         for told in (*answer["tokens"], *answer["events"]):
             told.pop("request", None)
         assert [answer] == known["choices"]
+
+
+def test_an_open_page_does_not_hold_up_the_end_of_its_server(served):
+    """Uvicorn waits five seconds for answers that go on, and then cuts them off with a traceback."""
+    server = Running(served)
+    reader = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    reader.request("GET", "/v1/probemon/events", headers={"Authorization": f"Bearer {server.token}"})
+    stream = reader.getresponse()
+    assert stream.readline().startswith(b"retry:")
+    begun = time.monotonic()
+    server.close()
+    assert time.monotonic() - begun < 4 and stream.read().startswith(b"event: hello")  # and then the end
+    reader.close()

@@ -7,8 +7,8 @@ them at random, streamed and not, and now and then leave in the middle; 50 pages
 At the end the server is told to end (SIGTERM) while it answers, and has to answer what it began.
 
 Bars: no answer differs; every event that a page did not get is counted in a gap; at most 20 MB of memory more than
-after a fifth of the time; what ran at SIGTERM is answered whole, and the exit status is the signal's. Ends with status 1 where one
-is missed; the file is written all the same.
+after a fifth of the time; what ran at SIGTERM is answered whole, and the exit status is that signal's. Ends with status
+1 where one is missed; the file is written all the same.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ MODEL is the folder of a model, PACK of probes for it. The server keeps its own 
 ask for any of them. `probemon serve` is a server of our own, whose answers hold the scores of every token.
 
 What `transformers serve` keeps its model in is not public and has moved between minor versions, so only the versions in
-TESTED are watched. It needs `pip install probemon 'transformers[serving]'`.
+TESTED are watched. It needs probemon and `transformers[serving]`.
 """
 
 from __future__ import annotations

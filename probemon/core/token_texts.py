@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _CONTEXT = 16  # tokens that are decoded again with the next one, at most
-_MOST_OF_A_CHARACTER = 4  # tokens; more that do not decode are no character in the making
+_MOST_UNFINISHED = 64  # tokens that do not decode; of garbage so long, what comes later may be told otherwise
 
 
 class TokenTexts:
@@ -36,7 +36,7 @@ class TokenTexts:
     def _next(self, at_end: bool) -> str:
         # Decoded with the tokens before, since a token alone may lose the space that it begins with.
         before, now = self._before, self._decode(self._ids)
-        if now.endswith("\ufffd") and len(self._ids) - self._done <= _MOST_OF_A_CHARACTER and not at_end:
+        if now.endswith("\ufffd") and len(self._ids) - self._done <= _MOST_UNFINISHED and not at_end:
             return ""
         if len(now) > len(before):
             self._before = now

@@ -55,6 +55,10 @@ class AnswerText:
         start, end = self.spans[index]
         return min(start, most), min(end, most)
 
+    def is_settled(self, index: int) -> bool:
+        """Whether the text of a token stays as it is: no stop string that is on its way may cut it."""
+        return self._ended or self.met_stop or self.spans[index][1] <= len(self._text) - self._possible_stop()
+
     def allow(self, n_tokens: int) -> None:
         """Let the first `n_tokens` be seen."""
         self._n_allowed = max(self._n_allowed, n_tokens)

@@ -7,6 +7,7 @@ ending.finish_reason, ending.summary
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class Answering(StoppingCriteria):
         self._told = Told(served.manager.pack, prepared.watch.top_k, prepared.shown)
         self._text = AnswerText(served.decode, prepared.request.stop, hold=self._hold)
         self._answer_ids: list[int] = []
+        self._unsettled: deque[tuple[Scores, int, int]] = deque()  # tokens whose text a stop string may yet cut
         self._tokens: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
         self._n_noted = [0, 0]  # of these, how many tokens and events were noted
@@ -184,7 +186,7 @@ class Answering(StoppingCriteria):
                     self._hide_from(index)
             if self._hidden_from is None or index < self._hidden_from:
                 self._text.allow(index + 1)
-                self._tokens.append(self._generated(scores, i, index))
+                self._unsettled.append((scores, i, index))
         self._note()
 
     def _generated(self, scores: Scores, i: int, index: int) -> dict[str, Any]:
@@ -214,6 +216,8 @@ class Answering(StoppingCriteria):
 
     def _note(self) -> None:
         """Tell of scores and rules at once; the client is told when the token after has been chosen, with its text."""
+        while self._unsettled and self._text.is_settled(self._unsettled[0][2]):
+            self._tokens.append(self._generated(*self._unsettled.popleft()))
         tokens, events = self._tokens[self._n_noted[0] :], self._events[self._n_noted[1] :]
         self._n_noted = [len(self._tokens), len(self._events)]
         if tokens or events:
@@ -234,7 +238,7 @@ class Answering(StoppingCriteria):
         if self._hidden_from is None:
             self._text.allow(n)
             if result.coverage.unseen[last]:  # the host never ran it
-                self._tokens.append(self._generated(result.scores, last, n - 1))
+                self._unsettled.append((result.scores, last, n - 1))
         self._flush()
         n_withheld = 0 if self._hidden_from is None else n - self._hidden_from
         return Ending(

@@ -19,6 +19,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -95,7 +96,13 @@ class _Routes:
     # -- OpenAI's --------------------------------------------------------------------------------
 
     async def _complete(self, kind: str, http: HttpRequest) -> Any:
-        request = read_request(kind, await http.body(), self._limits)
+        try:
+            body = await asyncio.wait_for(http.body(), self._limits.stalled_seconds)
+        except TimeoutError:
+            raise RequestRefused("the body did not come: send it at once", status=408, code="timeout") from None
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        request = read_request(kind, body, self._limits)
         prepared = await asyncio.to_thread(self._served.prepare, request)
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
         job = self._generator.submit(prepared, outbox)
@@ -216,5 +223,6 @@ async def _whole(job: Job) -> Response:
 
 async def _no_route(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    content = error_object(f"{http.method} {http.url.path!r:.100}: {error.detail}", code="not_found")
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    content = error_object(f"{http.method} {http.url.path!r:.100}: {error.detail}", code=code)
     return JSONResponse(content, status_code=error.status_code, headers=error.headers)

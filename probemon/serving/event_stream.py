@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from starlette.types import Receive, Scope, Send
+
+from probemon.errors import RequestRefused
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -57,6 +59,7 @@ class EventStream:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Return when the client has gone, or sends more than it may."""
+    with suppress(RequestRefused):
+        while (await receive())["type"] != "http.disconnect":
+            pass

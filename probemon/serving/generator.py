@@ -105,7 +105,7 @@ class Job:
             if choice["finish_reason"] is None:
                 self._records.set(self._record, choice, {"finish_reason": "error"})
         self._ring.publish("error", {"request": self.id, "message": message})
-        self.outbox.put(Failure(message), 0)
+        self.outbox.put(Failure(message), 0, wait=False)
 
     def finish(self) -> None:
         """Nothing more will come."""
@@ -150,6 +150,7 @@ class Generator:
             for job in [job for job in self._waiting if job.cancelled]:
                 self._waiting.remove(job)
                 job.finish()
+                self.counts.ended("cancelled", 0.0)
             if len(self._waiting) >= self._limits.queue or self._closed:
                 self.counts.requests["refused"] += 1
                 raise RequestRefused(
@@ -177,6 +178,7 @@ class Generator:
             thread.join(timeout_seconds)
         for job in self._waiting:
             job.finish()
+            self.counts.ended("cancelled", 0.0)
 
     # -- inside ----------------------------------------------------------------------------------
 

@@ -34,12 +34,13 @@ class Outbox:
         """Whether the reader has gone."""
         return self._left
 
-    def put(self, piece: Any, n_bytes: int) -> None:
-        """Add a piece; nothing where the reader has gone. Raises `Stalled`."""
+    def put(self, piece: Any, n_bytes: int, *, wait: bool = True) -> None:
+        """Add a piece; nothing where the reader has gone. Raises `Stalled`; without `wait` nothing is waited for."""
         with self._changed:
-            if not self._changed.wait_for(
+            has_room = not wait or self._changed.wait_for(
                 lambda: self._left or self._n_bytes < self._most_bytes, self._stalled_seconds
-            ):
+            )
+            if not has_room:
                 raise Stalled
             if not self._left:
                 self._pieces.append((piece, n_bytes))

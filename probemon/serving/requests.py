@@ -6,6 +6,7 @@ request.messages, request.sampling, request.stop, request.watch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_OF_A_NAME = 200  # characters
 _MOST_OF_A_STREAK = 2**31  # tokens
 _NO_SAMPLING = {"do_sample": False}
+_TOO_DEEP = "the body is nested too deeply to be read as JSON"
+_LEAST_TEMPERATURE = 1e-4  # logits divided by less are no numbers any more
+_MOST_NESTED = 64  # objects and lists in each other
 
 
 @dataclass(frozen=True)
@@ -160,11 +164,26 @@ class _Reader:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return loads(body.decode(), constant=no_constant)
+        given = loads(body.decode(), constant=no_constant)
     except RecursionError:
-        raise RequestRefused("the body is nested too deeply to be read as JSON") from None
+        raise RequestRefused(_TOO_DEEP) from None
     except ValueError as error:
         raise RequestRefused(f"the body is no JSON that can be read: {str(error)[:300]}") from None
+    _check_parts(given)
+    return given
+
+
+def _check_parts(given: Any) -> None:
+    """Raise `RequestRefused` for what could not be written as JSON again: 1e999, or what is nested very deeply."""
+    parts = [(given, 0)]
+    while parts:
+        part, depth = parts.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            raise RequestRefused("the body has a number that is too large for a float: give a smaller one")
+        if isinstance(part, (dict, list)):
+            if depth == _MOST_NESTED:
+                raise RequestRefused(_TOO_DEEP)
+            parts += [(inner, depth + 1) for inner in (part.values() if isinstance(part, dict) else part)]
 
 
 def _object(param: str | None, value: Any) -> Mapping[str, Any]:
@@ -261,6 +280,11 @@ def _sampling(read: _Reader) -> Mapping[str, Any]:
         return {}
     if temperature == 0:
         return _NO_SAMPLING
+    if temperature is not None and temperature < _LEAST_TEMPERATURE:
+        raise RequestRefused(
+            f"temperature is {temperature!r}: give 0 for the likeliest token, or {_LEAST_TEMPERATURE} or more",
+            "temperature",
+        )
     # No top_k: the request says what it draws from, and a host's own default of 50 would cut it further.
     return {
         "do_sample": True,
@@ -302,7 +326,7 @@ def _watch(value: Any, limits: Limits) -> Watch:
             _Reader({"": one}, f"probemon.concepts[{at}]").text("", "")
             for at, one in enumerate(_list("probemon.concepts", concepts, limits.names, least=1))
         )
-    rules = _list("probemon.rules", given.get("rules") or [], limits.names)
+    rules = [] if given.get("rules") is None else _list("probemon.rules", given["rules"], limits.names)
     return Watch(
         concepts=concepts,
         top_k=read.count("top_k", 3, most=limits.top_k),

@@ -8,11 +8,14 @@ with open_socket("127.0.0.1", 8321) as sock:       # before anything slow: Confi
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Collection
 from typing import Any
 
 from probemon.errors import ConfigError, MissingExtra
+
+_NAME = re.compile(r"\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 
 
 def check_extra() -> None:
@@ -61,13 +64,16 @@ def address_of(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def make_server(app: Any, ready: Callable[[], None], *, drain_seconds: int = 30) -> Any:
+def make_server(app: Any, ready: Callable[[], None], *, drain_seconds: int = 30, patience_seconds: float = 30.0) -> Any:
     """Return a `uvicorn.Server`, whose `run(sockets=[sock])` ends with a signal, or `should_exit`.
 
     `ready()`: called once requests are answered.
     `drain_seconds`: how long the end waits for answers that were begun or wait for their turn; then they are cut off.
+    `patience_seconds`: after which a connection that asks nothing whole, or takes nothing while it closes, is cut off.
     """
     import uvicorn
+
+    from probemon.serving.connections import impatient_protocol
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -88,6 +94,7 @@ def make_server(app: Any, ready: Callable[[], None], *, drain_seconds: int = 30)
         date_header=False,
         timeout_graceful_shutdown=drain_seconds,
         ws="none",
+        http=impatient_protocol(patience_seconds),
     )
     return Server(config)
 
@@ -95,6 +102,8 @@ def make_server(app: Any, ready: Callable[[], None], *, drain_seconds: int = 30)
 def all_names(host: str, more: Collection[str]) -> set[str]:
     """Return the names of `names_of` and those that were allowed beside them. Raises `ConfigError`."""
     for name in more:
-        if not name or "/" in name or " " in name:
-            raise ConfigError(f"--allow-host is {name!r}: give a name, without scheme and port")
+        if not _NAME.fullmatch(name.lower()):
+            raise ConfigError(
+                f"--allow-host is {name!r}: give a name without scheme and port, or an address; one of IPv6 as [::1]"
+            )
     return names_of(host) | {name.lower() for name in more}

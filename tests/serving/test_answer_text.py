@@ -32,6 +32,9 @@ def sequences(tokenizer):
     yield from (tokenizer(text)["input_ids"] for text in TEXTS)
     yield [end] * 6 + tokenizer("🐋")["input_ids"] + [end]
     yield tokenizer("🐋")["input_ids"][:-1]  # ends in the middle of a character
+    partial = [i for i in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([i])]
+    for _ in range(100):
+        yield [partial[i] for i in rng.integers(0, len(partial), 12)]  # bytes that are hardly ever characters
     for _ in range(20):
         yield rng.integers(0, len(tokenizer), 30).tolist()
         yield [single[i] for i in rng.integers(0, len(single), 20)]

@@ -204,13 +204,15 @@ def test_held_answer_has_a_score_for_every_token_and_the_same_text(server, serve
     assert summary["coverage"]["tokens"] == 12 and summary["coverage"]["unseen"] == 0
 
 
+@pytest.mark.parametrize("length", [3, 25], ids=["in a token", "over several"])
 @pytest.mark.parametrize("hold", [False, True])
-def test_text_ends_before_a_stop_string(server, served, hold):
+def test_text_ends_before_a_stop_string_and_so_do_its_tokens(server, served, hold, length):
     whole = text_of(served, generated(served, prompt_ids(served), max_new_tokens=12, do_sample=False))
-    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    stop = whole[len(whole) // 3 : len(whole) // 3 + length]
     text, tokens, _, reason, _, _ = collected(stream(server, stop=["never there", stop], probemon={"hold": hold}))
     assert text == whole[: whole.index(stop)] and reason == "stop"
     assert tokens[-1]["end"] == len(text)
+    assert [token["text"] for token in tokens] == [text[token["start"] : token["end"]] for token in tokens]
     assert "".join(token["text"] for token in tokens) == text
 
 

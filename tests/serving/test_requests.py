@@ -65,6 +65,9 @@ def refused(kind, body):
         ({"probemon": {"concepts": [3]}}, "probemon.concepts[0]"),
         ({"probemon": {"top_k": 6}}, "probemon.top_k"),
         ({"probemon": {"hold": 1}}, "probemon.hold"),
+        ({"probemon": {"rules": {}}}, "probemon.rules"),
+        ({"probemon": {"rules": False}}, "probemon.rules"),
+        ({"temperature": 1e-40}, "temperature"),
         ({"probemon": {"rules": [{}]}}, "probemon.rules[0].concept"),
         ({"probemon": {"rules": [{"concept": "a", "abov": 1}]}}, "probemon.rules[0].abov"),
         ({"probemon": {"rules": [{"concept": "a", "above": 1}]}}, "probemon.rules[0].above"),
@@ -108,6 +111,8 @@ def test_refusal_of_a_completion_names_its_parameter(changes, param):
         b'{"model": "m", "prompt": "a", "temperature": NaN}',
         b'{"model": "m", "prompt": "\\ud800"}',
         b"[" * 100_000,
+        b'{"model": "m", "prompt": "a", "metadata": {"x": 1e999}}',
+        b'{"model": "m", "prompt": "a", "metadata": ' + b"[" * 950 + b"]" * 950 + b"}",
     ],
 )
 def test_what_is_no_json_object_is_refused(body):

@@ -5,13 +5,14 @@ import json
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import openai
 import pytest
 from test_answers import CHAT, GREEDY, collected, prompt_ids, stream, watched
 
 from probemon.serving.limits import Limits
+from probemon.serving.token_objects import Told
 from running_server import LIMITS, Running
 
 
@@ -162,6 +163,45 @@ def test_client_that_does_not_read_holds_up_nobody_else_and_is_ended(served):
         assert b'{outcome="stalled"} 1.0' in metrics or b'{outcome="cancelled"} 1.0' in metrics
         assert collected(stream(running))[3] == "length"
         connection.close()
+    finally:
+        running.close()
+
+
+def test_answer_that_fails_while_nobody_reads_it_leaves_the_next_its_thread(served, monkeypatch):
+    def broken(self, *arguments, **options):
+        told(self, *arguments, **options)
+        raise RuntimeError("no more")
+
+    running = Running(served, Limits(max_tokens=100, at_once=1, waiting_bytes=1, stalled_seconds=1))
+    try:
+        told = Told.summary
+        monkeypatch.setattr(Told, "summary", broken)
+        failing = stream(running, probemon={"top_k": 50})
+        eventually(lambda: running.served is served and is_idle(running), 30)
+        with pytest.raises(openai.APIError, match="no more"):
+            collected(failing)
+        monkeypatch.setattr(Told, "summary", told)
+        assert collected(stream(running))[3] == "length"
+    finally:
+        running.close()
+
+
+def test_connection_that_asks_nothing_whole_or_takes_nothing_is_cut_off(served):
+    running = Running(served, patience_seconds=0.5)
+    try:
+        for beginning in (
+            b"",
+            b"GET / HTTP/1.1\r\nHost: loc",
+            b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he",
+        ):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=20) as slow:
+                slow.sendall(beginning)
+                answer = b""
+                with suppress(ConnectionResetError):
+                    while part := slow.recv(4096):
+                        answer += part
+                assert (b'"ok"' in answer) == beginning.endswith(b"GET /he")
+        assert collected(stream(running))[3] == "length"
     finally:
         running.close()
 

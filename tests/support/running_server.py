@@ -41,13 +41,13 @@ def tiny_host(tokenizer):
 class Running:
     """A server in a thread, on a port of its own."""
 
-    def __init__(self, served, limits=LIMITS, token=TOKEN):
+    def __init__(self, served, limits=LIMITS, token=TOKEN, **options):
         self.served, self.limits, self.token = served, limits, token
         self.sock = open_socket("127.0.0.1", 0)
         self.port = self.sock.getsockname()[1]
         self.app = make_app(served, limits, token=token, hosts=all_names("127.0.0.1", []))
         ready = threading.Event()
-        self.server = make_server(self.app, ready.set)
+        self.server = make_server(self.app, ready.set, **options)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]})
         self.thread.start()
         assert ready.wait(30)

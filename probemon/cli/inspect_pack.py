@@ -14,7 +14,6 @@ import numpy as np
 from probemon.cli.options import AsJson, Pack
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.core.checks import is_number
-from probemon.core.probes import is_recurrent
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
@@ -98,6 +97,8 @@ def _as_dict(pack: ProbePack) -> dict[str, Any]:
 
 
 def _show(pack: ProbePack) -> None:
+    from probemon.core.probes import is_recurrent  # which imports torch
+
     manifest, host = pack.manifest, pack.manifest["host"]
     say(
         f"{pack.name}  {pack.n_probes} probes, {pack.architecture}, {manifest.get('dtype')},"

@@ -46,6 +46,7 @@ LENGTHS_MATTER = ("longrope", "dynamic")  # one long row changes how positions a
 ROWS_SHAPE = (len(ROWS), len(ROWS[0]))
 SHORT = 8  # windows of a twin that its sequences cross
 # What every host that keeps a state is expected to be able to do
+_PADDED = frozenset({"padded", "padded, no cache"})
 _SIMPLEST = ("steps", "padded", "padded, no cache", "forward")
 
 
@@ -83,7 +84,11 @@ class Abilities:
 
         `length`: how long the sequence may become. Windows of attention are crossed on the twin if they will be.
         """
-        self._check([way for way in WAYS if way in set(ways)], length)
+        asked = set(ways)
+        if not asked.isdisjoint(_PADDED) and is_stateful(self._model):
+            # A state forgets, so what padding did to it shows in the prompt, and hardly any more in what follows.
+            asked.add("whole, padded")
+        self._check([way for way in WAYS if way in asked], length)
 
     def check_forward(self, *, used: bool, several: bool, positions: bool, mask: str = "", length: int = 0) -> None:
         """Raise `NotSupportedDecoding` where the host's own answer is wrong in such a plain forward.

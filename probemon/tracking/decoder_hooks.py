@@ -159,7 +159,7 @@ class DecoderHooks:
     # -- one forward -----------------------------------------------------------------------------
 
     def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
-        if self._threads.in_other:
+        if self._threads.one_thread and self._threads.in_other:
             return
         begin = time.perf_counter()
         thread = self.thread
@@ -260,7 +260,7 @@ class DecoderHooks:
 
     def _take_states(self, site: str, hidden: Tensor) -> None:
         """Copy out the states of the open forward's tokens at a site."""
-        if self._threads.in_other:
+        if self._threads.one_thread and self._threads.in_other:
             return
         thread = self.thread
         own = self._tap.own.get(site)

@@ -642,6 +642,7 @@ def test_views_are_harmless_on_any_console():
                         "n_tokens": 1,
                         "n_unseen": 0,
                         "memory_watermark_bytes": 0,
+                        "states": {},
                     }
                 )
             )

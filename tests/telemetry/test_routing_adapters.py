@@ -462,7 +462,7 @@ def test_a_host_whose_only_router_is_an_adapter_says_how_it_is_watched(tmp_path)
             manager.attach(model, routing="x")
         with pytest.raises(
             UnknownSetting,
-            match=r"no setting 'bemm' of routing, did you mean 'bem'\?: there are rules, window, bem, run_id, memory",
+            match=r"no setting 'bemm' of routing, did you mean 'bem'\?: there are rules, window, bem, states, run_id",
         ):
             RoutingMonitor(model, bemm=bem)
         with pytest.raises(ConfigError, match="settings of routing are 'x'"):

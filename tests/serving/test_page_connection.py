@@ -139,9 +139,9 @@ def test_an_open_page_does_not_hold_up_the_end_of_its_server(served):
     server = Running(served)
     reader = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     reader.request("GET", "/v1/probemon/events", headers={"Authorization": f"Bearer {server.token}"})
-    stream = reader.getresponse()
-    assert stream.readline().startswith(b"retry:")
-    begun = time.monotonic()
-    server.close()
-    assert time.monotonic() - begun < 4 and stream.read().startswith(b"event: hello")  # and then the end
+    with reader.getresponse() as stream:
+        assert stream.readline().startswith(b"retry:")
+        begun = time.monotonic()
+        server.close()
+        assert time.monotonic() - begun < 4 and stream.read().startswith(b"event: hello")  # and then the end
     reader.close()

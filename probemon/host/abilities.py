@@ -85,7 +85,7 @@ class Abilities:
         `length`: how long the sequence may become. Windows of attention are crossed on the twin if they will be.
         """
         asked = set(ways)
-        if not asked.isdisjoint(_PADDED) and is_stateful(self._model):
+        if not asked.isdisjoint(_PADDED) and is_stateful(self._model) and _trials_of(self._model, length) is not None:
             # A state forgets, so what padding did to it shows in the prompt, and hardly any more in what follows.
             asked.add("whole, padded")
         self._check([way for way in WAYS if way in asked], length)

@@ -319,6 +319,31 @@ def test_padding_is_refused_where_the_embedding_of_padding_matters():
             abilities.Abilities(model).check_generate({"padded"})
 
 
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_padding_is_refused_where_a_bias_lets_it_into_the_convolution(use_bias):
+    """It shows in the prompt alone: what is generated comes after as many tokens as the convolution remembers."""
+    config = transformers.Mamba2Config(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, n_groups=2, state_size=6,
+        pad_token_id=0, eos_token_id=None, use_bias=use_bias,
+    )  # fmt: skip
+    with own_randomness(0), torch.no_grad():
+        model = transformers.Mamba2ForCausalLM(config).eval()
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0, 0.5)
+            elif "in_proj" in name:
+                weight.mul_(8)
+        ids = torch.tensor([[11, 7, 23]])
+        padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
+        alone, beside = (model(x, attention_mask=(x != 0).long()).logits[0, -3:] for x in (ids, padded))
+    assert ((alone - beside).abs().max() > 0.05 * alone.abs().max()) == use_bias
+    if use_bias:
+        with pytest.raises(NotSupportedDecoding, match="padding before its tokens is not supported for Mamba2"):
+            abilities.Abilities(model).check_generate({"padded"})
+    else:
+        abilities.Abilities(model).check_generate({"padded"})
+
+
 def test_padding_is_refused_where_answers_depend_on_the_cut_too():
     with pytest.raises(NotSupportedDecoding, match="left-padded batch is not supported for Doge"):
         abilities.Abilities(host_of("doge")).check_generate({"padded"}, 30)

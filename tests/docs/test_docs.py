@@ -415,6 +415,16 @@ def test_tree_in_the_architecture_is_the_tree():
         assert any(f"def {test}(" in f.read_text() for f in (ROOT / "tests").rglob("*.py")), test
 
 
+def test_what_a_soak_of_the_server_found_is_what_is_said():
+    found, page = result("serving_soak.json"), page_of("docs/serving.md")
+    end, memory = found["sigterm"], found["resident_bytes"]
+    assert f"All {found['answers_equal_to_alone']} answers were those of the same request alone" in page
+    assert found["n_wrong"] == found["pages"]["not_accounted_for"] == 0 and not found["pages"]["problems"]
+    assert f"{found['clients_that_left']} times one left" in page and end["answered"] == end["asked"] == 4
+    assert f"grew by {memory['growth'] / 1e6:.0f} MB, of {memory['last'] / 1e6:.0f}" in page
+    assert not found["claims"]["memory is flat"] and "the bar of 20 is missed" in page
+
+
 def test_tables_have_a_line_for_each_row():
     """Figures are looked for in joined lines, so a table that was wrapped as prose is would not be missed."""
     wrapped = re.compile(r"\S.*\|-{2,}\|")

@@ -11,7 +11,7 @@ import pytest
 
 from cut_proxy import CutProxy
 from running_server import Running
-from served_page import ENDED, READY, ask, assert_shows, record, shown, slowly, visit
+from served_page import ENDED, READY, ask, assert_shows, held, record, shown, visit
 
 
 def test_without_the_token_a_page_asks_for_it_and_goes_on(page_browser, page_server):
@@ -38,8 +38,7 @@ def test_without_the_token_a_page_asks_for_it_and_goes_on(page_browser, page_ser
 
 
 def test_two_pages_opened_while_it_is_answered_show_all_of_it(page_browser, page_server):
-    handle = slowly(page_server, 0.04)
-    try:
+    with held(page_server, 12) as go_on:
         asking = threading.Thread(target=ask, args=(page_server, "opened late", 50))
         asking.start()
         while not (listed := page_server.get("/v1/probemon/requests")["requests"]) or not listed[0]["running"]:
@@ -51,9 +50,8 @@ def test_two_pages_opened_while_it_is_answered_show_all_of_it(page_browser, page
         for page in pages:
             page.until(f"location.hash === '#answer={name}'")  # the newest is followed
         assert page_server.get("/v1/probemon/requests")["requests"][0]["running"]
+        go_on()
         asking.join()
-    finally:
-        handle.remove()
     for page in pages:
         page.call("Page.bringToFront")  # nothing is drawn in a tab that nobody sees
         page.until(ENDED)
@@ -65,18 +63,17 @@ def test_two_pages_opened_while_it_is_answered_show_all_of_it(page_browser, page
 def test_a_page_whose_connection_is_cut_comes_back_and_misses_nothing(page_browser, page_server, lost):
     with CutProxy(page_server.port) as proxy:
         page = visit(page_browser, page_server, port=proxy.port)
-        handle = slowly(page_server, 0.05)
-        try:
+        with held(page_server, 12) as go_on:
             asking = threading.Thread(target=ask, args=(page_server, f"cut {lost}", 55))
             asking.start()
             page.until("document.querySelectorAll('#answer .tok').length > 5")
-            proxy.open = not lost
+            proxy.open = False
             n_before = len(proxy.heads)
             proxy.cut()
             page.until("document.getElementById('connection').textContent.startsWith('away')")
+            proxy.open = not lost
+            go_on()
             asking.join()
-        finally:
-            handle.remove()
         if lost:
             ask(page_server, "many more events", 60)
         proxy.open = True

@@ -1,8 +1,10 @@
 """A server whose page is opened in a real browser, and what the page should show, in plain Python."""
 
+import itertools
 import json
 import re
-import time
+import threading
+from contextlib import contextmanager
 
 from conftest import make_pack
 from probemon import DynamicProbeManager
@@ -38,9 +40,21 @@ def hostile_server(folder):
     return server
 
 
-def slowly(running, seconds):
-    """Let the host take at least so long for a token; `remove()` ends it."""
-    return running.host.lm_head.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+@contextmanager
+def held(running, after):
+    """Let the host wait before its next token once it has made so many, until `go_on` is called, or the block ends."""
+    forwards, may_go_on = itertools.count(), threading.Event()
+
+    def wait(*_):
+        if next(forwards) >= after:
+            may_go_on.wait(60)
+
+    handle = running.host.lm_head.register_forward_pre_hook(wait)
+    try:
+        yield may_go_on.set
+    finally:
+        may_go_on.set()
+        handle.remove()
 
 
 def ask(running, text, max_tokens=20, **watch):

@@ -42,6 +42,23 @@ def test_states_are_those_of_the_cache_at_every_token(host):
     assert monitor.n_tokens == 12 + 3 * 6 and monitor.n_unseen == monitor.n_unknown == 0 and monitor.failures == []
 
 
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_steps_of_a_first_forward_are_held_to_the_hosts_limit(n_tokens):
+    """A forward of one token is held to it where nothing was kept before, and else it is not."""
+    host, ids = make_host("mamba2", time_step_limit=(0.3, 0.5)), torch.tensor([[17, 5, 9]])[:, :n_tokens]
+    told = []
+    with StateMonitor(host, states=True) as monitor:
+        monitor.listen(lambda row, tokens, of_stack: told.extend(of_stack.values()))
+        host.generate(ids, use_cache=False, **{**GREEDY, "max_new_tokens": 1})
+    [stack] = told
+    assert bool((stack.dt >= 0.3).all()) and bool((stack.dt <= 0.5).all())
+    with torch.no_grad():
+        cache = cache_in(host(ids, use_cache=True))
+    for layer in range(2):
+        kept = cache.layers[layer].recurrent_states[0][0]
+        assert float((stack.state[layer] - kept).abs().max()) < 1e-6 * float(kept.abs().max())
+
+
 def test_states_of_beams_are_those_of_a_forward_of_what_was_returned(host):
     told = {}
     with StateMonitor(host, states=True) as monitor:

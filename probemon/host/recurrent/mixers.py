@@ -171,6 +171,11 @@ class Mamba2:
     def _reader(self, mixer: Any) -> Any:
         return lambda output: with_limit(self.projected(mixer, output), output.shape[1] > 1)
 
+    @staticmethod
+    def hold_beginnings(projected: Tensor, beginnings: Tensor) -> None:
+        """Say of tokens (mask `beginnings [n]`) that nothing was kept before them: alone they are held, too."""
+        projected[:, beginnings, -1] = 1.0
+
     def projected(self, mixer: Any, output: Tensor) -> Tensor:
         """Return what a layer goes on with, of the output of its `in_proj`; without states, the steps' part alone."""
         begin = 0 if self._states else output.shape[-1] - self._n_heads

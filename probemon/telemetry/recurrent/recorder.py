@@ -27,7 +27,7 @@ from probemon.core.checks import check_callable
 from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
-from probemon.host.recurrent.mixers import Stack, Steps, find_stacks
+from probemon.host.recurrent.mixers import Mamba2, Stack, Steps, find_stacks
 from probemon.host.recurrent.scan import effective_length, scan_loop, update_share
 from probemon.telemetry.alerts import Alert
 from probemon.telemetry.recurrent.tally import GROWS, KINDS, WINDOW, StateTally, Told
@@ -142,6 +142,10 @@ class StateRecorder:
         arrays = [
             torch.stack([states[site.name].detach().float().cpu() for site in stack.sites]) for stack in self.stacks
         ]
+        beginnings = torch.from_numpy(placed.columns == 0)
+        for stack, projected in zip(self.stacks, arrays, strict=True):
+            if isinstance(stack, Mamba2):
+                stack.hold_beginnings(projected, beginnings)
 
         def count() -> None:
             with self._lock:

@@ -45,13 +45,15 @@ class Failures:
 
     def raise_first(self) -> None:
         """Raise `CallbackFailed` from the first error, if there is one."""
-        if self.errors:
-            first = self.errors[0]
-            raise CallbackFailed(
-                f"{self.n_errors} callbacks or sinks failed while the generation went on, the first with"
-                f' {type(first).__name__}: {first}. callback_errors="report" only reports them',
-                self.errors,
-            ) from first
+        what = f"{self.n_errors} callbacks or sinks failed while the generation went on"
+        raise_first_of(self.errors, what, remedy='. callback_errors="report" only reports them')
+
+
+def raise_first_of(errors: list[Exception], what: str, *, remedy: str = "") -> None:
+    """Raise `CallbackFailed` from the first of some errors, if there is one; `what` says how many of whose they are."""
+    if errors:
+        first = errors[0]
+        raise CallbackFailed(f"{what}, the first with {type(first).__name__}: {first}{remedy}", errors) from first
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any
 
 from probemon.core.scores import Gap
-from probemon.errors import CallbackFailed, ConfigError
+from probemon.errors import ConfigError
 from probemon.host.model import unwrap
-from probemon.monitor.failures import Failures, as_exception
+from probemon.monitor.failures import Failures, as_exception, raise_first_of
 from probemon.telemetry.recorder import RoutingRecorder
 from probemon.telemetry.settings import RoutingSettings
 from probemon.tracking.align import PlacedTokens
@@ -78,13 +78,8 @@ class RoutingMonitor(RoutingRecorder):
         self._watcher.__exit__(kind, error, trace)
         self.failures += self.close()
         self.failures += map(as_exception, self._watcher.batch_errors)
-        if self.failures and error is None:
-            first = self.failures[0]
-            raise CallbackFailed(
-                f"{len(self.failures)} callbacks or sinks failed while routing was watched, the first with"
-                f" {type(first).__name__}: {first}",
-                self.failures,
-            ) from first
+        if error is None:
+            raise_first_of(self.failures, f"{len(self.failures)} callbacks or sinks failed while routing was watched")
 
     @property
     def forward_seconds(self) -> list[float]:

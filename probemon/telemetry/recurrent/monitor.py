@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from probemon.core.scores import Gap
-from probemon.errors import CallbackFailed, ConfigError
+from probemon.errors import ConfigError
 from probemon.host.model import unwrap
-from probemon.monitor.failures import Failures, as_exception
+from probemon.monitor.failures import Failures, as_exception, raise_first_of
 from probemon.telemetry.recurrent.recorder import StateRecorder
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report
@@ -54,13 +54,8 @@ class StateMonitor(StateRecorder):
     ) -> None:
         self._watcher.__exit__(kind, error, trace)
         self.failures += map(as_exception, self._watcher.batch_errors)
-        if self.failures and error is None:
-            first = self.failures[0]
-            raise CallbackFailed(
-                f"{len(self.failures)} callbacks failed while states were watched, the first with"
-                f" {type(first).__name__}: {first}",
-                self.failures,
-            ) from first
+        if error is None:
+            raise_first_of(self.failures, f"{len(self.failures)} callbacks failed while states were watched")
 
     @property
     def forward_seconds(self) -> list[float]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from probemon.core.checks import check_bool, check_count, check_path, is_number
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.probes import RECURRENT, Architecture, InputSpec, input_dtype, input_limits
+from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits, is_recurrent
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
@@ -175,7 +175,7 @@ class OpenedPack:
         check_scope(self.scope, self.sites, f"{self.directory / MANIFEST}", PackCorrupt)
         stated, hidden_size = self.manifest["host"].get("hidden_size"), self.architecture.hidden_size
         # What probes of a recurrent layer read is as wide as that layer has it.
-        if stated not in (None, hidden_size) and not all(site.startswith(RECURRENT) for site in self.sites):
+        if stated not in (None, hidden_size) and not all(map(is_recurrent, self.sites)):
             raise PackCorrupt(f"{where}: w1 reads {hidden_size} values, the manifest says hidden_size {stated}")
 
     # -- opening ---------------------------------------------------------------------------------

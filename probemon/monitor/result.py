@@ -182,7 +182,12 @@ class Result:
         """Return the result of the tokens before a position alone."""
         kept = np.flatnonzero(self.position < position)
         tokens = Tokens(
-            self.row[kept], self.position[kept], self.token_id[kept], self.phase[kept], self.scores.take(kept)
+            self.row[kept],
+            self.position[kept],
+            self.token_id[kept],
+            self.phase[kept],
+            self.scores.take(kept),
+            None if self.reads is None else self.reads.take(kept),
         )
         return Result(
             self.pack, self._tokenizer, tokens, self.host, host_changed=self.host_changed, requests=self.requests

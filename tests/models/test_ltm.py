@@ -22,22 +22,17 @@ from probemon.models.ltm import (
 from probemon.models.ltm.cache import memory_layer
 from probemon.models.ltm.config import MemoryShape
 from probemon.models.ltm.memory import SlotMemory
+from slot_hosts import slot_host
 from slot_oracle import SlotOracle
 
-SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8}
 CUTS = ([1] * 40, [7, 1, 1, 13, 6, 12], [6] * 6 + [4], [5, 5, 30])
 PLAIN = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
 CLOSE = 2e-5  # of logits up to 6; two orders of summation differ by a third of that
 
 
 def make(**settings):
-    torch.manual_seed(0)
-    sizes = {**SIZES, "sliding_window": 5, "segment_size": 6, "memory_slots": 7, "memory_layers": [0, 1]}
-    model = LtmForCausalLM(LtmConfig(**{**sizes, "adaptive_mass": 0.9, "decay": 0.97, **settings})).eval()
+    model = slot_host(**{"adaptive_mass": 0.9, "decay": 0.97, **settings})
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(1.5)
         for memory in model.memories.values():
             memory.surprise_weight.fill_(0.7)
     return model

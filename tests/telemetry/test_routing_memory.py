@@ -9,24 +9,17 @@ import torch
 import ltm_recall
 from conftest import make_model
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
-from probemon.models.ltm import LtmConfig, LtmForCausalLM, attach_memory, recall_host
+from probemon.models.ltm import attach_memory, recall_host
 from probemon.models.ltm.memory import SlotMemory
 from probemon.telemetry import RoutingMonitor
+from slot_hosts import slot_host
 
-SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8,
-         "sliding_window": 5, "segment_size": 6, "memory_slots": 7, "memory_layers": [0, 1]}  # fmt: skip
 LENGTHS = (30, 23, 11)
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    model = LtmForCausalLM(LtmConfig(**SIZES)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(1.5)
-    return model
+    return slot_host()
 
 
 def padded():

@@ -39,6 +39,7 @@ from probemon.bem.packing import packing_of
 from probemon.bem.sites import Site, SiteUpdate
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import generated_update
+from probemon.core.shadow import shadow
 from probemon.errors import BemError, BemStateError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
@@ -50,7 +51,6 @@ from probemon.host.internals import (
     shadow_prepared_inputs,
 )
 from probemon.host.model import forget_compiled, text_config
-from probemon.host.shadow import shadow
 
 if TYPE_CHECKING:
     from probemon.bem.attached import Bem

@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from probemon.host.shadow import Owner, shadow
+from probemon.core.shadow import Owner, shadow
 
 # -- torch ---------------------------------------------------------------------------------------
 

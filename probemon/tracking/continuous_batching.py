@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.shadow import Owner, shadow
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.host.changes import HostMark
 from probemon.host.internals import (
@@ -40,7 +41,6 @@ from probemon.host.internals import (
     runs_in_this_thread,
     shadow_delivery,
 )
-from probemon.host.shadow import Owner, shadow
 from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation

@@ -26,12 +26,12 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from probemon.core.scores import Gap
+from probemon.core.shadow import shadow
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.host.changes import HostMark
 from probemon.host.internals import shadow_prepared_inputs, shadow_stopping_criteria
 from probemon.host.model import is_encoder_decoder
 from probemon.host.ranks import Ranks
-from probemon.host.shadow import shadow
 from probemon.host.site import Site
 from probemon.tracking.align import SequenceColumns
 from probemon.tracking.beams import Beams

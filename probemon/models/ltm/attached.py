@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from probemon.core.checks import check_count
+from probemon.core.shadow import shadow
 from probemon.errors import ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.models.ltm.cache import NO_BATCHES, memory_layer, padding_before
 from probemon.models.ltm.config import MemoryShape
@@ -59,15 +60,18 @@ class AttachedMemory:
         self.memory = SlotMemory(shape, zero=True).to(weight.device, weight.dtype).eval()
         self._state: MemoryState | None = None
         self._decoder_arguments: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._stack, self.open = ExitStack(), False
         with ExitStack() as stack:
             stack.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(layers[self.number].register_forward_hook(self._after, with_kwargs=True).remove)
-            self._refuse_batches(stack, model)
+            if hasattr(model, "init_continuous_batching"):  # whose own thread would keep our errors to itself
+                shadow(stack, self, model, "init_continuous_batching", _refuse_batches)
             self._stack = stack.pop_all()
+            self.open = True
 
     def detach(self) -> None:
         """Take the memory off. Caches that have one keep it, unused."""
+        self.open = False
         self._stack.close()
         self._state, self._decoder_arguments = None, {}
 
@@ -84,29 +88,6 @@ class AttachedMemory:
         return stats_of({} if self._state is None else {self.number: self._state}, {self.number: self.memory})
 
     # -- hooks -----------------------------------------------------------------------------------
-
-    def _refuse_batches(self, stack: ExitStack, model: Any) -> None:
-        """Refuse continuous batching until `stack` closes: its own thread would keep our errors to itself."""
-        attributes, name, is_on = vars(model), "init_continuous_batching", True
-        original, before = getattr(model, name, None), attributes.get(name)
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if is_on or original is None:
-                raise NotSupportedDecoding(NO_BATCHES)
-            return original(*args, **kwargs)  # somebody kept it for longer
-
-        def restore() -> None:
-            nonlocal is_on
-            is_on = False
-            if attributes.get(name) is not refuse:
-                return
-            if before is None:
-                del attributes[name]
-            else:
-                attributes[name] = before
-
-        attributes[name] = refuse
-        stack.callback(restore)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -134,6 +115,10 @@ class AttachedMemory:
                 self._state = remembered.state
         changed = hidden + remembered.update
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+def _refuse_batches(original: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotSupportedDecoding(NO_BATCHES)
 
 
 def attach_memory(model: Any, layer: int, **sizes: Any) -> AttachedMemory:

@@ -9,9 +9,7 @@ again: a study that was ended goes on where it was. All models learn by one reci
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +20,13 @@ from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.mamba import modeling_mamba
 
 import ltm_recall
+from probemon.bundled import cache_dir
 from probemon.core.files import write_text_atomically
 from probemon.core.intervals import clopper_pearson, mean_interval
 from provenance import about
 
 MEASURES = ("scripts/ltm_recall.py", "scripts/evidence/recall_study.py", "probemon/models/ltm")
-PARTIAL = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "probemon" / "ltm_recall"
+PARTIAL = cache_dir() / "ltm_recall"
 GAPS = (24, 48, 96, 192, 384)
 N_QUERIES = 1024
 MOST_STEPS = ltm_recall.MOST_STEPS

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -26,6 +25,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from probemon.core.files import write_text_atomically
 from provenance import about
@@ -112,7 +113,7 @@ class Server:
                 self.answers.append([float(number) for number in numbers])
 
     def resident_bytes(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def answer(self, n_tokens: int, **probemon: Any) -> dict[str, float]:
         """Have one streamed answer; seconds a token: of the watched `generate()`, of all else, by the clock."""

@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,8 +25,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from probemon.core.files import write_text_atomically
 from provenance import about
+from serving_load import subscribe
 
 MEASURES = ("scripts/evidence/serving_soak.py", "probemon/serving", "probemon/monitor", "probemon/tracking")
 N_CLIENTS, N_PAGES, N_DEAF = 16, 50, 5
@@ -67,7 +68,7 @@ class Server:
         self.port = int(line.rsplit(":", 1)[1].strip().rstrip("/"))
 
     def resident_bytes(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def ask(self, kind: dict[str, Any], *, stream: bool, leave: bool = False) -> list[Any] | None:
         """Return what the choices of an answer hold; None where the client left in the middle."""
@@ -184,15 +185,6 @@ class Page:
             event = {}
 
 
-def deaf_page(port: int) -> socket.socket:
-    """Open a page's stream that will never be read."""
-    page = socket.socket()
-    page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    page.connect(("127.0.0.1", port))
-    page.sendall(f"GET /v1/probemon/events HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
-    return page
-
-
 def drained(clients: Clients) -> dict[str, Any]:
     """Tell the server to end while it answers, and return how that went."""
     server, n_before, n_wrong = clients.server, clients.n_equal, len(clients.wrong)
@@ -221,7 +213,7 @@ def soak(seconds: float) -> dict[str, Any]:
     assert [server.ask(kind, stream=True) for kind in KINDS] == alone, "a stream holds what one piece holds"
     clients = Clients(server, alone)
     pages = [Page(server.port) for _ in range(N_PAGES - N_DEAF)]
-    deaf = [deaf_page(server.port) for _ in range(N_DEAF)]
+    deaf = [subscribe(server.port, deaf=True) for _ in range(N_DEAF)]
     begin = time.monotonic()
     threads = [threading.Thread(target=clients.run, args=(number, begin + seconds)) for number in range(N_CLIENTS)]
     for thread in threads:

@@ -12,6 +12,7 @@ from contextlib import aclosing, suppress
 from starlette.types import Receive, Scope, Send
 
 from probemon.errors import RequestRefused
+from probemon.serving.connections import ABORT
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,6 +44,9 @@ class EventStream:
             for task in (sending, leaving):
                 task.cancel()
             results = await asyncio.gather(sending, leaving, return_exceptions=True)
+        if isinstance(results[0], TimeoutError):
+            scope["extensions"][ABORT]()
+            await asyncio.sleep(0)  # uvicorn hears of it before this answer ends, unfinished
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, (TimeoutError, OSError)):
                 raise result
@@ -52,10 +56,12 @@ class EventStream:
         async with aclosing(self._chunks) as chunks:
             async for chunk in chunks:
                 if chunk:
-                    message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                    async with asyncio.timeout(self._stalled_seconds):  # unlike wait_for, it makes no task
-                        await send(message)
-        await send({"type": "http.response.body", "body": b""})
+                    await self._send_body(send, chunk, more_body=True)
+        await self._send_body(send, b"", more_body=False)
+
+    async def _send_body(self, send: Send, body: bytes, *, more_body: bool) -> None:
+        async with asyncio.timeout(self._stalled_seconds):  # unlike wait_for, it makes no task
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -148,7 +148,7 @@ def test_requests_that_are_too_many_are_answered_429_and_may_come_again(server, 
         assert [collected(one)[3] for one in streams] == ["length"] * len(streams)
 
 
-def test_client_that_does_not_read_holds_up_nobody_else_and_is_ended(served):
+def test_client_that_does_not_read_holds_up_nobody_else_and_is_cut_off(served, caplog):
     limits = Limits(max_tokens=100, at_once=2, waiting_bytes=1, stalled_seconds=1)
     running = Running(served, limits)
     try:
@@ -162,6 +162,26 @@ def test_client_that_does_not_read_holds_up_nobody_else_and_is_ended(served):
         metrics = running.ask("GET", "/metrics").content
         assert b'{outcome="stalled"} 1.0' in metrics or b'{outcome="cancelled"} 1.0' in metrics
         assert collected(stream(running))[3] == "length"
+        own = connection.getsockname()
+        eventually(lambda: own not in [other.client for other in running.server.server_state.connections])
+        sent = b""
+        while part := connection.recv(65536):
+            sent += part
+        assert sent and not sent.endswith(b"0\r\n\r\n")  # not ended, but cut off
+        connection.close()
+    finally:
+        running.close()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_connection_that_is_used_again_and_again_is_not_cut_off(served):
+    running = Running(served, patience_seconds=0.2)
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
+        for _ in range(12):
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().read() == b'{"status":"ok"}'
+            time.sleep(0.1)
         connection.close()
     finally:
         running.close()

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from browser import Browser, find
+from browser import Browser, asks_only, find
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.cli.report import report
@@ -53,15 +53,8 @@ def nothing_asked_for_and_no_complaint(request):
     if "browser" not in request.fixturenames:
         yield
         return
-    browser = request.getfixturevalue("browser")
-    browser.requests.clear()
-    browser.complaints.clear()
-    yield
-    browser.close_pages()
-    assert browser.requests and all(re.fullmatch(r"file://[^?#]+\.html", url) for url in browser.requests), (
-        browser.requests
-    )
-    assert browser.complaints == []
+    with asks_only(request.getfixturevalue("browser"), r"file://[^?#]+\.html"):
+        yield
 
 
 @pytest.fixture(scope="module")

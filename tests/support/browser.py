@@ -12,10 +12,12 @@
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
 import time
+from contextlib import contextmanager
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _FLAGS = (
@@ -40,6 +42,17 @@ _KEYS = {
 def find():
     given = os.environ.get("PROBEMON_CHROMIUM")
     return given or next((path for name in _NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def asks_only(browser, pattern):
+    """Hold what is opened in the block to addresses of a pattern, and to a console without a line."""
+    browser.requests.clear()
+    browser.complaints.clear()
+    yield
+    browser.close_pages()
+    strange = [url for url in browser.requests if not re.fullmatch(pattern, url)]
+    assert browser.requests and strange == [] and browser.complaints == []
 
 
 class Browser:

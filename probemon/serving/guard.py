@@ -133,13 +133,11 @@ class _Headers:
 
 
 async def answer(send: Send, status: int, message: str, code: str) -> None:
-    """Send an error."""
+    """Send an error. The connection stays: closed now, a client that still sends its body would not see the answer."""
     body = json.dumps(error_object(message, code=code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status in (413, 415):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

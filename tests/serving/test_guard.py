@@ -87,7 +87,8 @@ def test_every_answer_bears_the_headers(server, method, path):
 
 def test_body_over_the_limit_is_refused_whether_it_says_so_or_not(server):
     body = json.dumps({**BODY, "user": "a" * server.limits.body_bytes}).encode()
-    assert server.ask("POST", "/v1/chat/completions", body).status == 413
+    for _ in range(5):  # a client that still sends its body sees the answer
+        assert server.ask("POST", "/v1/chat/completions", body + b" " * (20 << 20)).status == 413
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     answer = server.ask("POST", "/v1/chat/completions", chunked, Content_Length=None, Transfer_Encoding="chunked")
     assert answer.status == 413

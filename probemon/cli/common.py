@@ -8,6 +8,7 @@ with progress_bar("import", unit="probe") as bar: ...
 from __future__ import annotations
 
 import difflib
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -89,6 +90,13 @@ def use_threads(threads: int) -> None:
         raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
     if threads:
         torch.set_num_threads(threads)
+
+
+def bytes_of(budget: float) -> int:
+    """Return the bytes of a --budget in GB."""
+    if not 0 <= budget < math.inf:
+        raise ConfigError(f"--budget is {budget:g}: give a number of GB")
+    return int(budget * 1e9)
 
 
 def load_aloud(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from probemon.cli.common import load_aloud, progress_bar, use_threads
+from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
 from probemon.cli.options import AsJson, Device, Dtype, Model, TextField, Threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
@@ -66,8 +66,7 @@ def states(
         parse_site(site)
     if not chosen:
         raise ConfigError("--sites is empty: give one, such as resid_post.15")
-    if budget < 0:
-        raise ConfigError(f"--budget is {budget:g}: give a number of GB, or 0 for all tokens")
+    most_bytes = bytes_of(budget) or None
     use_threads(threads)
     # What is wrong with the texts shows before the model is loaded.
     read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
@@ -82,7 +81,7 @@ def states(
             roles=tuple(on or ("assistant",)),
             exclusive=exclusive,
             text_field=text_field,
-            budget=int(budget * 1e9) or None,
+            budget=most_bytes,
             seed=seed,
             progress=bar.update,
         )

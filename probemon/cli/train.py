@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.common import load_aloud, progress_bar, use_threads
+from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
 from probemon.cli.options import AsJson, Device, Dtype, Model, OverwritePack, TextField, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 
@@ -141,7 +141,7 @@ def train(
         fpr=fpr,
         precision=precision,
         states=states,
-        budget=int(budget * 1e9),
+        budget=bytes_of(budget),
         seed=seed,
     )
     use_threads(threads)

@@ -54,6 +54,11 @@ def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder)
         (("train", "host", "rows.jsonl", "--out", "x", "--aggregate", "emo:0.3"), "did you mean"),
         (("train", "host", "rows.jsonl", "--out", "host"), "exists"),
         (("states", "host", "rows.jsonl", "--out", "x", "--sites", "layer 3"), "is not supported"),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2", "--budget", "nan"),
+            "--budget is nan",
+        ),
+        (("train", "host", "rows.jsonl", "--out", "x", "--budget", "inf"), "--budget is inf"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_status_2(folder, arguments, said):

@@ -77,6 +77,7 @@ _WINDOWS = (
     "window_size",
     "index_topk",  # tokens that attention chooses: beyond so many it leaves others out
 )
+_INNER_WIDTHS = (("expand", "num_heads", "head_dim"), ("mamba_expand", "mamba_n_heads", "mamba_d_head"))
 
 
 def shrunken(config: Any, window: int = UNCROSSED, **changes: Any) -> Any:
@@ -131,9 +132,18 @@ def _shrunken(config: Any, data: dict[str, Any], sizes: dict[str, Any]) -> dict[
             small[name] = [chosen.index(i) for i in value if i in chosen]
         elif name.endswith(("_token_id", "_token_index")):
             small[name] = _token(value)
+    for expand, heads, head in _INNER_WIDTHS:
+        if _fit(data, expand, heads, head) and not _fit(small, expand, heads, head):
+            small[heads] = int(small["hidden_size"] * small[expand]) // small[head]
     small["dtype"] = None
     small.pop("quantization_config", None)
     return small
+
+
+def _fit(data: dict[str, Any], *names: str) -> bool:
+    """Whether heads make up the inner width of a recurrent layer."""
+    sizes: list[Any] = [data.get(name) for name in ("hidden_size", *names)]
+    return all(map(_is_number, sizes)) and sizes[0] * sizes[1] == sizes[2] * sizes[3]
 
 
 def _layers(data: dict[str, Any], n: int) -> list[int]:

@@ -241,6 +241,17 @@ def test_a_small_configuration_has_every_kind_of_layer():
     )
 
 
+@pytest.mark.parametrize("heads", [(2, 8, 16), (4, 16, 16), (1, 4, 16)], ids="{0[0]} times".format)
+def test_a_small_configuration_of_mamba2_has_heads_that_fit(heads):
+    expand, n_heads, head = heads
+    config = transformers.Mamba2Config(
+        hidden_size=64, expand=expand, num_heads=n_heads, head_dim=head, n_groups=1, state_size=8
+    )
+    small = shrunken(config)
+    assert small.hidden_size == 32 and small.expand == expand and small.num_heads * small.head_dim == 32 * expand
+    twin(transformers.Mamba2ForCausalLM, small)
+
+
 def test_what_goes_wrong_beyond_a_window_is_refused_where_the_window_will_be_crossed(tmp_path):
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 

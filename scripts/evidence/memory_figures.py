@@ -1,7 +1,7 @@
 """Tables of the pages about hosts that remember: what watching them adds, and how they are run well.
 
 memory_overhead(found), recall_study(found)     # lines of Markdown
-recipes(found), recipe_traps(found), recipe_refusals(found)
+recipes(found), recipes_watched(found), recipe_traps(found), recipe_refusals(found)
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _recall_row(name: str, summary: dict[str, Any], gaps: tuple[int, ...]) -> st
 
 
 RECIPE_HOSTS = ("ltm", "mamba2", "falcon_h1")
+EXACT = 1e-5  # what a score may be off in fp32
 
 
 def recipes(found: dict[str, Any]) -> list[str]:
@@ -81,6 +82,25 @@ def recipes(found: dict[str, Any]) -> list[str]:
             f" {_watched_cell(rows)} |"
         )
     return lines
+
+
+def recipes_watched(found: dict[str, Any]) -> list[str]:
+    """What the monitor sees of a host that is run in such a way, by host."""
+    lines = [f"| | {' | '.join(RECIPE_HOSTS)} |", f"|---|{'---|' * len(RECIPE_HOSTS)}"]
+    for rows in _by_recipe(found["rows"]):
+        cells = {row["host"]: _seen_cell(row) for row in rows if row["host"] in RECIPE_HOSTS}
+        if any(cells.values()):
+            lines.append(f"| {rows[0]['name']} | {' | '.join(cells.get(host, '') for host in RECIPE_HOSTS)} |")
+    return lines
+
+
+def _seen_cell(row: dict[str, Any]) -> str:
+    """Where the host itself is further off than its bound, what is seen of it may still be exact."""
+    if row["verdict"] == "refused":
+        return "refused"
+    if row["watched"] is None or row["watched"] > row["watched_bound"]:
+        return "" if row["watched"] is None else "**off**"
+    return "exact" if row["watched_bound"] == EXACT else f"within {row['watched_bound']:g}"
 
 
 def recipe_traps(found: dict[str, Any]) -> list[str]:
@@ -113,7 +133,7 @@ def _watched_cell(rows: list[dict[str, Any]]) -> str:
     if not seen:
         return "" if all(row["verdict"] == "refused" for row in rows) else "nothing"
     most, bound = max(row["watched"] for row in seen), seen[0]["watched_bound"]
-    return f"{f'{most:.2g}' if most else 'exact'}{'' if bound == 1e-5 else f' (of {bound:g})'}"
+    return f"{f'{most:.2g}' if most else 'exact'}{'' if bound == EXACT else f' (of {bound:g})'}"
 
 
 def _recipe_cell(row: dict[str, Any]) -> str:

@@ -30,7 +30,10 @@ from probemon.telemetry.recurrent import StateMonitor
 from provenance import about
 
 FILE = Path(__file__).parents[2] / "docs/benchmarks/memory_overhead.json"
-MEASURES = ("scripts/evidence/memory_overhead.py", "probemon/telemetry", "probemon/tracking", "probemon/models/ltm")
+MEASURES = (
+    "scripts/evidence/memory_overhead.py", "probemon/telemetry", "probemon/tracking", "probemon/models/ltm",
+    "probemon/host/recurrent",
+)  # fmt: skip
 BAR = 5.0
 N_NEW, N_PROMPT = 24, 16
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}

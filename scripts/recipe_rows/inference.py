@@ -34,6 +34,7 @@ from recipe_rows.hosts import (
 from recipe_rows.rows import Found, Refused, recipe, refusal
 
 BOTH = ("ltm", "mamba2", "falcon_h1")
+SCANNED = (24, 10, 1, 7)  # tokens at a time: whole chunks of the scans, and parts of one
 
 
 def greedy(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -310,16 +311,18 @@ def scans(kind: str) -> Found:
             return inputs[-1]
 
         stack.updates = kept
-        model(IDS[:1], use_cache=True)
-    _, cache = plain_states(model, IDS[0].tolist(), [])
-    log, added = inputs[0].log_decay.transpose(0, 1), inputs[0].added.transpose(0, 1)
-    expected = torch.stack([state[0] for state in states_in(cache)])
+        for n in SCANNED:
+            model(IDS[:1, :n], use_cache=True)
     worst = 0.0
-    for states in (scan_loop(log, added), scan_chunked(log, added, chunk=5), scan_parallel(log, added)):
-        worst = max(worst, largest(states[-1], expected))
+    for n, added_by in zip(SCANNED, inputs, strict=True):
+        _, cache = plain_states(model, IDS[0, :n].tolist(), [])
+        log, added = added_by.log_decay.transpose(0, 1), added_by.added.transpose(0, 1)
+        expected = torch.stack([state[0] for state in states_in(cache)])
+        for states in (scan_loop(log, added), scan_chunked(log, added, chunk=5), scan_parallel(log, added)):
+            worst = max(worst, largest(states[-1], expected))
     decays = torch.full((64,), -1.6).cumsum(0).exp()
     trap = float((~(1 / decays).cumsum(0).isfinite()).sum())
-    return Found(worst, watch.distance(IDS[:1], last=0), trap)
+    return Found(worst, watch.distance(IDS[:1, : SCANNED[-1]], last=0), trap)
 
 
 @contextmanager
@@ -346,6 +349,20 @@ def compiled(kind: str) -> Found:
             found = [fast(IDS[:1, :n], use_cache=False).logits for n in (12, 8)]
         value = largest(found, expected) if n_graphs() else float("inf")
     return Found(value, max(watch.distance(IDS[:1, :n], last=0) for n in (12, 8)))
+
+
+@recipe(
+    "torch.compile, whole host", "torch.compile (inductor)",
+    "logits of generate() on compiled code are those of one forward of the plain host; something was compiled",
+    on=("mamba2",), bound=1e-5,
+)  # fmt: skip
+def compiled_whole(kind: str) -> Found:
+    model, plain = make(kind), make(kind)
+    model.forward = torch.compile(model.forward)
+    with _dynamo() as n_graphs, Watch(model, states=False) as watch:
+        out, logits = greedy(model, IDS[:1, :9], max_new_tokens=4)
+        value = largest(logits, forwards(plain, out, [0], 4)) if n_graphs() else float("inf")
+        return Found(value, watch.distance(out, plain=plain))
 
 
 @recipe(

@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
 import figures
+import memory_figures
 from arrangements import ARRANGEMENTS
 from conftest import OLDEST, PAD, make_pack
 from oracle import check
@@ -256,6 +257,19 @@ def test_table_in_the_documents_is_what_was_found():
                 " host with sliding windows. By probemon: continuous batching, whose requests that version keeps"
                 " elsewhere, and beams on a recurrent state, which that version does not reorder."
             ),
+            "",
+            "## Hosts that remember, run well",
+            "",
+            (
+                "Written by `python scripts/host_recipes.py` (`docs/benchmarks/host_recipes.json`): what the monitor"
+                " sees of tiny random hosts with memory slots or recurrent states, run in the ways of"
+                " [Hosts run well](running-hosts.md). *Exact*: scores, and states or reads of slots beside them, equal"
+                " those of one plain forward of each row to within 1e-5; *within*: to within this bound, where numbers"
+                " round otherwise in a batch; *refused*: by an error that says why. A cell is empty where a host has"
+                " nothing of the kind, or was not watched."
+            ),
+            "",
+            *memory_figures.recipes_watched(json.loads((path.parent / "benchmarks/host_recipes.json").read_text())),
             "",
             "## Every architecture of transformers",
             "",

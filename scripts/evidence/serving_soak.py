@@ -219,8 +219,10 @@ def soak(seconds: float) -> dict[str, Any]:
     for thread in threads:
         thread.start()
     resident: list[tuple[float, int]] = []
+    answered: list[int] = []
     while any(thread.is_alive() for thread in threads):
         resident.append((time.monotonic() - begin, server.resident_bytes()))
+        answered.append(clients.n_equal)
         time.sleep(min(5.0, seconds / 20))
     settled = next(size for at, size in resident if at >= seconds / 5)
     end = drained(clients)
@@ -250,6 +252,11 @@ def soak(seconds: float) -> dict[str, Any]:
             "most": max(size for _, size in resident),
             "last": resident[-1][1],
             "growth": resident[-1][1] - settled,
+            # The server keeps requests and events up to its limits: what grows after they are full is not of them.
+            "by_minute": [
+                {"seconds": round(at), "answered": n, "bytes": size}
+                for (at, size), n in list(zip(resident, answered, strict=True))[:: max(1, len(resident) // 20)]
+            ],
         },
         "sigterm": end,
     }

@@ -108,8 +108,11 @@ def test_what_recipes_do_to_hosts_is_what_was_measured():
     rows, counts = found["rows"], found["counts"]
     assert (
         f"Of {len(rows)} rows {counts['exact']} are exact, {counts['within bound']} are within their bound,"
-        f" {counts['refused']} are refused by an error that says why, and {counts['failed']} failed" in page
+        f" and {counts['refused']} are refused by an error that says why; none failed" in page
     )
+    assert "failed" not in counts and found["passed"]
+    every = next(row for row in rows if row["name"] == "int8, static calibration after a memory")
+    assert f"host with slots by {every['trap_value']:.2f}, and the bound" in page and every["trap_least"] == 0.15
     unwatched = [row for row in rows if row["watched"] is None and row["verdict"] != "refused"]
     assert f"{len(unwatched)} rows have no such comparison" in page
     assert {row["watched_bound"] for row in rows} == {None, 1e-5, 0.02}

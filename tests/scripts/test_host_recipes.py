@@ -119,10 +119,9 @@ def test_the_script_writes_its_rows_and_says_by_its_status_whether_all_hold(tmp_
     assert ended.value.code == 2 and "more slots" in capsys.readouterr().err
 
 
-def test_the_result_file_has_every_row_and_one_is_missed_that_the_page_tells_of():
+def test_the_result_file_has_every_row_and_none_failed():
     found = json.loads((ROOT / "docs/benchmarks/host_recipes.json").read_text())
     assert {(row["name"], row["host"]) for row in found["rows"]} == {(r.name, h) for r in RECIPES for h in r.hosts}
     verdicts = [row["verdict"] for row in found["rows"]]
-    failed = [(row["name"], row["host"]) for row in found["rows"] if row["verdict"] == "failed"]
-    assert failed == [("int8, static calibration, all tokens", "ltm")]
+    assert "failed" not in verdicts and found["passed"]
     assert verdicts.count("exact") + verdicts.count("within bound") >= 30 and found["seconds"] < 600

@@ -14,15 +14,16 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from probemon.core.memory_reads import MemoryReads, Reading
+from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.failures import Failures
-from probemon.monitor.rules import Event, Rule
+from probemon.monitor.rules import PASS, Event, Rule
 from probemon.monitor.sinks import Sink
 from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
@@ -76,7 +77,7 @@ class Publisher:
 
     def check_call(self, prompt: GenerateCall) -> None:
         """Raise `NotSupportedDecoding` for a call of `generate()` in which a rule could not do what it is for."""
-        if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self.rules):
+        if prompt.n_beams > 1 and any("stop" in rule.actions for rule in self.rules):
             raise NotSupportedDecoding(
                 "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
             )
@@ -131,7 +132,7 @@ class Publisher:
 
         `called`: whether `model` ran. The warning names the line that called the caller.
         """
-        n_unjudged = self._unjudged.total()
+        n_unjudged, n_passing = self._unjudged.total(), sum(rule.on_blind == PASS for rule in self.rules)
         if self.acts and not called:
             warnings.warn(
                 f"{len(self.rules)} rules and {len(self._sinks)} sinks were set, and this {type(model).__name__} ran"
@@ -139,10 +140,10 @@ class Publisher:
                 UserWarning,
                 stacklevel=3,
             )
-        elif self.rules and n_unjudged:
+        elif n_passing and n_unjudged:
             [(reason, n)] = self._unjudged.most_common(1)
             warnings.warn(
-                f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so {len(self.rules)} rules were"
+                f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so {n_passing} rules were"
                 f" not asked of them ({reason}: {n})",
                 UserWarning,
                 stacklevel=3,
@@ -154,50 +155,45 @@ class Publisher:
         for number, rule in enumerate(self.rules):
             for i, score, value in rule.observe(placed, scores, generation.states_of_rule(number)):
                 reading = () if reads is None else tuple(reads.of(i))
-                self._act(rule, self._event(rule, generation.recording, placed, i, score, value, reading), generation)
+                event = self._event(rule, generation.recording, placed, i, score=score, value=value, reading=reading)
+                self._act(rule.action, event, generation)
+            for i, reason in rule.blind_to(scores):
+                self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, blind=reason), generation)
 
-    def _event(
-        self,
-        rule: Rule,
-        recording: Recording,
-        placed: PlacedTokens,
-        i: int,
-        score: float,
-        value: float,
-        reading: tuple[Reading, ...],
-    ) -> Event:
+    def _event(self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, **known: Any) -> Event:
+        """Return the event of a rule at a token; `known`: of its scores, or why there are none."""
         concept = self._pack.concepts[rule.probe]
         return Event(
-            concept["id"],
-            concept["name"],
-            tuple(self._pack.path(rule.probe)),
-            int(placed.rows[i]),
-            int(placed.columns[i]),
-            int(placed.ids[i]),
-            score,
-            rule.above,
-            rule.for_tokens,
-            placed.provisional,
-            str(rule.aggregator),
-            value,
-            recording.number,
-            recording.request,
-            rule.alert_set,
-            reading,
+            concept=concept["id"],
+            name=concept["name"],
+            path=tuple(self._pack.path(rule.probe)),
+            row=int(placed.rows[i]),
+            column=int(placed.columns[i]),
+            token_id=int(placed.ids[i]),
+            above=rule.above,
+            for_tokens=rule.for_tokens,
+            provisional=placed.provisional,
+            aggregate=str(rule.aggregator),
+            generation=recording.number,
+            request=recording.request,
+            alert_set=rule.alert_set,
+            **{"score": 0.0, **known},
         )
 
-    def _act(self, rule: Rule, event: Event, generation: Generation) -> None:
-        """Do what a rule that is met asks for."""
-        if callable(rule.action):
-            self._failures.call("an action", rule.action, event)
+    def _act(self, action: str | Callable[[Event], object], event: Event, generation: Generation) -> None:
+        """Do what a rule asks for."""
+        if callable(action):
+            self._failures.call("an action", action, event)
             if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too
                 generation.hide_from(event.column)
-        elif rule.action == "stop":
+        elif action == "stop":
             generation.stop_row(event.row, event.column)
-        else:
-            error = ConceptRaised(
-                f"{event.name} ({event.concept}) was over {rule.above} at {rule.for_tokens} tokens in a row,"
-                f" the last at row {event.row}, column {event.column}",
-                event,
+        elif action == "raise":
+            where = f"row {event.row}, column {event.column}"
+            said = (
+                f"{event.name} ({event.concept}) is not known at {where}: {event.blind}"
+                if event.blind
+                else f"{event.name} ({event.concept}) was over {event.above} at {event.for_tokens} tokens in a row,"
+                f" the last at {where}"
             )
-            generation.raise_later(error, event.column)
+            generation.raise_later(ConceptRaised(said, event), event.column)

@@ -2,6 +2,7 @@
 
 [rule] = make_rules(pack, "weapon", above=0.9, for_tokens=3, aggregate="ema:0.3", action="stop")
 for i, score, value in rule.observe(placed, scores, states): ...      # the tokens at which it is met
+for i, reason in rule.blind_to(scores): ...                           # and those of which it does not know
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
 
 ACTIONS = ("stop", "raise")
+PASS = "pass"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Event:
     run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned.
     `alert_set`: the pack's set of alert thresholds that `above` is of; None where it was given, or the set has no name.
     `reading`: what each memory of the host read most at the token, where the run watches it (`routing=True`).
+    `blind`: why the token has no scores, where the event is of `on_blind`; `score` and `value` say nothing then.
     """
 
     concept: str
@@ -51,6 +54,7 @@ class Event:
     request: str = ""
     alert_set: str | None = None
     reading: tuple[Reading, ...] = ()
+    blind: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,17 @@ class Rule:
     aggregator: Aggregator
     action: str | Callable[[Event], object]
     alert_set: str | None = None
+    on_blind: str | Callable[[Event], object] = PASS
+
+    @property
+    def actions(self) -> tuple[str | Callable[[Event], object], ...]:
+        """What it may do."""
+        return self.action, self.on_blind
+
+    def blind_to(self, scores: Scores) -> list[tuple[int, str]]:
+        """Return the tokens that have no scores, and why, where that is an event."""
+        unseen = [] if self.on_blind == PASS else enumerate(scores.coverage.unseen)
+        return [(i, reason) for i, reason in unseen if reason]
 
     def observe(self, placed: PlacedTokens, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
         """Return the entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
@@ -95,6 +110,7 @@ def make_rules(
     for_tokens: int,
     aggregate: str | Aggregator | None,
     action: str | Callable[[Event], object],
+    on_blind: str | Callable[[Event], object] = PASS,
 ) -> list[Rule]:
     """Make a rule for each of the concepts, with the arguments of `run.on`. Raises `UnknownConcept`, `ConfigError`."""
     aggregator = named(aggregate)
@@ -113,9 +129,11 @@ def make_rules(
         raise ConfigError(
             f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)"
         )
+    if on_blind not in (PASS, *ACTIONS) and not callable(on_blind):
+        raise ConfigError(f"on_blind is {on_blind!r}: give 'pass', 'stop', 'raise' or a callable that takes the event")
     is_own = above is None and str(aggregator) == "each"
     return [
-        Rule(probe, float(level), for_tokens, aggregator, action, _set_of(pack, probe) if is_own else None)
+        Rule(probe, float(level), for_tokens, aggregator, action, _set_of(pack, probe) if is_own else None, on_blind)
         for probe, level in zip(probes, levels, strict=True)
     ]
 

@@ -165,6 +165,7 @@ class MonitorRun:
         for_tokens: int = 1,
         aggregate: str | Aggregator | None = None,
         action: str | Callable[[Event], object] = "stop",
+        on_blind: str | Callable[[Event], object] = "pass",
     ) -> None:
         """Act when a concept scores over `above` at `for_tokens` generated tokens in a row.
 
@@ -176,13 +177,21 @@ class MonitorRun:
         one of `probemon.core.aggregate`.
         `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
         ends `generate` with `ConceptRaised`, a callable gets the `Event`.
+        `on_blind`: the same at a generated token that was not seen, whose scores nobody knows, where the run goes on
+        (`attach(..., on_gap=...)`); "pass" does nothing, and a warning at the end says how many there were.
 
         The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.
         """
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
         rules = make_rules(
-            self.manager.pack, concept, above=above, for_tokens=for_tokens, aggregate=aggregate, action=action
+            self.manager.pack,
+            concept,
+            above=above,
+            for_tokens=for_tokens,
+            aggregate=aggregate,
+            action=action,
+            on_blind=on_blind,
         )
         self._scorer.evaluate_always([rule.probe for rule in rules])
         self._publisher.rules += rules

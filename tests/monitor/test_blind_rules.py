@@ -1,0 +1,81 @@
+"""What a rule does at tokens that our hooks did not see: nothing, a stop, an error or a call, as it says."""
+
+import warnings
+
+import pytest
+import torch
+
+from conftest import PAD, make_model, make_pack
+from probemon import DynamicProbeManager
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+UNSEEN = (7, 8)  # the columns in whose forwards our hook at a layer is away
+
+
+@pytest.fixture
+def model():
+    model = make_model()
+    hooks, saved = model.model.layers[1]._forward_hooks, {}
+
+    def before(module, args, kwargs):
+        column = int(kwargs["position_ids"][0, -1])
+        if column == UNSEEN[0]:
+            saved.update(hooks)
+            hooks.clear()
+        elif column == UNSEEN[-1] + 1:
+            hooks.update(saved)
+
+    model.model.register_forward_pre_hook(before, with_kwargs=True)
+    return model
+
+
+@pytest.fixture
+def manager(model, tmp_path):
+    return DynamicProbeManager(make_pack(tmp_path / "pack", model))
+
+
+def test_a_blind_token_stops_its_row(manager, model):
+    with manager.attach(model, on_gap=lambda gap: None) as run:
+        run.on(["c9", "c10"], above=0.9999999, on_blind="stop")
+        out = model.generate(PROMPT, **GREEDY)
+    assert out.shape[1] - 1 == UNSEEN[0] + 1  # the token sampled meanwhile is still in it
+
+
+def test_a_blind_token_raises_and_says_why(manager, model):
+    with manager.attach(model, on_gap=lambda gap: None) as run:
+        run.on("c9", above=0.9999999, on_blind="raise")
+        with pytest.raises(ConceptRaised, match=r"is not known at row 0, column 7: the host did not run") as raised:
+            model.generate(PROMPT, **GREEDY)
+    assert raised.value.event.blind and raised.value.event.column == UNSEEN[0]
+
+
+def test_a_blind_token_calls_and_leaves_the_streak_as_it_was(manager, model):
+    blind, met = [], []
+    with manager.attach(model, on_gap=lambda gap: None) as run:
+        run.on("c9", above=0.0, for_tokens=4, action=met.append, on_blind=blind.append)
+        out = model.generate(PROMPT, **GREEDY)[0]
+    assert [event.column for event in blind] == list(UNSEEN) and not any(event.blind for event in met)
+    assert [event.token_id for event in blind] == out[list(UNSEEN)].tolist()
+    assert [event.column for event in met] == [10]  # 5, 6, 9, 10
+
+
+def test_only_rules_that_pass_are_warned_of(manager, model):
+    with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap=lambda gap: None) as run:
+        warnings.simplefilter("always")
+        run.on("c9", above=0.9999999)
+        run.on("c10", above=0.9999999, on_blind=lambda event: None)
+        model.generate(PROMPT, **GREEDY)
+        run.__exit__(None, None, None)
+    assert "so 1 rules were not asked of them" in " ".join(str(one.message) for one in caught)
+
+
+def test_what_cannot_be_done_is_refused(manager, model):
+    with manager.attach(model, on_gap=lambda gap: None) as run:
+        with pytest.raises(ConfigError, match="on_blind is 'halt'"):
+            run.on("c9", above=0.5, on_blind="halt")
+        run.on("c9", above=0.9999999, action=lambda event: None, on_blind="stop")
+        with pytest.raises(NotSupportedDecoding, match="cannot end one beam"):
+            model.generate(PROMPT, num_beams=2, **GREEDY)
+    assert torch.equal(model.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))

@@ -26,6 +26,14 @@ class ConfigError(ProbemonError, ValueError):
     """A setting has a value that cannot work."""
 
 
+class DeploymentError(ConfigError):
+    """A deployment file cannot be taken as it is; the message names its line, and `.line` has it."""
+
+    def __init__(self, message: str, line: int = 1) -> None:
+        super().__init__(message)
+        self.line = line
+
+
 class CalibrationError(ProbemonError, ValueError):
     """The data are too few for the rate or recall asked for, or cannot show it; the message says how many it takes."""
 

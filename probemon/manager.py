@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
+from probemon.errors import ConfigError
+from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import Guard
 from probemon.monitor.run import MonitorRun
 from probemon.monitor.stream import TokenEvent, stream, stream_async
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from probemon.telemetry.recorder import RoutingRecorder
     from probemon.telemetry.settings import RoutingSettings
     from probemon.training.collect import Collected
+
+_OF_THE_MACHINE = {"device", "impl", "arena_bytes", "cache_bytes", "prefetch", "strategy", "late"}
 
 
 class DynamicProbeManager(Scorer):
@@ -58,19 +62,47 @@ class DynamicProbeManager(Scorer):
     and its share by size of the rest. Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
+    deployment: Deployment | None = None
+
+    @classmethod
+    def from_deployment(cls, path: str | os.PathLike[str], **settings: Any) -> DynamicProbeManager:
+        """Make a manager of a deployment file: its packs and settings; its rules and sinks hold in every run.
+
+            manager = DynamicProbeManager.from_deployment("watch.yaml")
+            with manager.attach(model, tokenizer) as run: ...        # nothing more is to be said
+            run.events, run.result(out).deployment                   # what was met, by which file
+
+        `settings`: of this machine, which no file states: `device`, `impl`, `arena_bytes`, `cache_bytes`, `prefetch`,
+        `strategy`, `late`. Where the file has rules, a forward that our hooks did not see is no error: each rule's
+        `on_blind` says what follows. Raises `DeploymentError` with the line of what is wrong, `PackError`.
+        """
+        deployment = Deployment.read(os.fspath(path))
+        for name in settings:
+            if name not in _OF_THE_MACHINE:
+                known = ", ".join(sorted(_OF_THE_MACHINE))
+                raise ConfigError(f"{name} is for the deployment file to say: settings beside it are {known}")
+        pack = deployment.open_packs()
+        with deployment.errors_of_settings():
+            manager = cls(pack, **deployment.settings, **settings)
+        deployment.rules(pack)  # what is wrong with them shows now
+        manager.deployment = deployment
+        return manager
+
     def attach(
         self,
         model: Any,
         tokenizer: Any = None,
         *,
         strict: bool = False,
-        on_gap: str | Callable[[Gap], object] = "raise",
+        on_gap: str | Callable[[Gap], object] | None = None,
         callback_errors: str = "raise",
         keep_tokens: int | None = None,
         one_thread: bool = False,
         routing: bool | RoutingSettings = False,
     ) -> MonitorRun:
         """Return a context manager that watches an unchanged Hugging Face model: see `MonitorRun` for the options.
+
+        `on_gap`: None is "raise", but for a manager `from_deployment` whose rules say what follows.
 
         `routing`: True, or its settings, to watch the routers of the model beside the probes (`run.routing`, see
         `probemon.telemetry.monitor`).
@@ -81,12 +113,17 @@ class DynamicProbeManager(Scorer):
             model,
             tokenizer,
             strict=strict,
-            on_gap=on_gap,
+            on_gap=self._on_gap() if on_gap is None else on_gap,
             callback_errors=callback_errors,
             keep_tokens=keep_tokens,
             one_thread=one_thread,
             companion=_recorder(routing),
+            deployment=self.deployment,
         )
+
+    def _on_gap(self) -> str | Callable[[Gap], object]:
+        has_rules = self.deployment is not None and self.deployment.content.get("rules")
+        return _kept if has_rules else "raise"
 
     def stream(
         self,
@@ -118,6 +155,8 @@ class DynamicProbeManager(Scorer):
             max_waiting=max_waiting,
             prepare=prepare,
             companion=_recorder(routing),
+            on_gap=self._on_gap(),
+            deployment=self.deployment,
             **generate,
         )
 
@@ -145,6 +184,8 @@ class DynamicProbeManager(Scorer):
             max_waiting=max_waiting,
             prepare=prepare,
             companion=_recorder(routing),
+            on_gap=self._on_gap(),
+            deployment=self.deployment,
             **generate,
         )
 
@@ -183,6 +224,10 @@ class DynamicProbeManager(Scorer):
         from probemon.training.collect import collect
 
         return collect(model, tokenizer, data, out, sites=self.pack.sites if sites is None else sites, **settings)
+
+
+def _kept(gap: Gap) -> None:
+    """Do nothing: what was not seen is in `run.gaps`."""
 
 
 def _recorder(routing: bool | RoutingSettings) -> Callable[[Any, Guard], RoutingRecorder] | None:

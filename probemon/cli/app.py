@@ -25,6 +25,7 @@ from probemon.cli.analyze import analyze
 from probemon.cli.bem import bem
 from probemon.cli.calibrate import calibrate
 from probemon.cli.concepts import concepts
+from probemon.cli.deploy import deploy
 from probemon.cli.diff_analyses import diff
 from probemon.cli.importing import importing
 from probemon.cli.inspect_pack import inspect
@@ -68,6 +69,7 @@ for command, summary in _COMMANDS.items():
     app.command(short_help=summary)(command)
 app.add_typer(importing, name="import")
 app.add_typer(bem, name="bem")
+app.add_typer(deploy, name="deploy")
 app.add_typer(packs, name="pack")
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import difflib
 import math
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from probemon.cli.terminal import terminal
 from probemon.errors import ConfigError
 from probemon.host.loading import load_model
 from probemon.offline.windows import Window
+
+if TYPE_CHECKING:
+    from probemon.packs.group import AnyPack
 
 
 def check_generation(prompt: str, max_new_tokens: int) -> None:
@@ -80,6 +84,20 @@ def pack_for(model: str, pack: str | None) -> str:
         meant = ", did you mean 'demo'?" if difflib.get_close_matches(model, ["demo"]) else ""
         raise ConfigError(f"PACK is missing: only the model 'demo' has one that comes with probemon{meant}")
     return "demo" if pack is None else pack
+
+
+def check_alone(packs: object, alert_set: str | None, audit_rate: float) -> None:
+    """Raise `ConfigError` for what a deployment says already."""
+    for name, given in (("PACK", packs), ("--alert-set", alert_set), ("--audit-rate", audit_rate)):
+        if given:
+            raise ConfigError(f"{name} is for the deployment file to say: leave it out, or --deployment")
+
+
+def packs_of(deployment: Path) -> AnyPack:
+    """Open the packs that a deployment names. Raises `DeploymentError`, `PackError`."""
+    from probemon.monitor.deployment import Deployment
+
+    return Deployment.read(deployment).open_packs()
 
 
 def use_threads(threads: int) -> None:

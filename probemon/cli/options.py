@@ -81,6 +81,15 @@ ScoresOut = Annotated[
     typer.Option("--out", metavar="FILE", help="Write the scores of every token here, one JSON object a line."),
 ]
 
+DeploymentFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--deployment",
+        metavar="FILE",
+        help="What is watched and what follows, in a file (see probemon deploy check), instead of PACK.",
+    ),
+]
+
 Device = Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")]
 Threads = Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")]
 Dtype = Annotated[

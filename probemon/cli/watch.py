@@ -3,6 +3,7 @@
 probemon watch demo probes/wordnet-smollm2-135m --prompt "Tell me about whales."
 probemon watch demo probes/wordnet-smollm2-135m --pack probes/wordnet-smollm2-135m-mlp
 probemon watch demo probes/wordnet-smollm2-135m --concept animal --stop-on whale:1 --out scores.jsonl --json
+probemon watch demo --deployment examples/watch.yaml
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import typer
 
 from probemon.cli.common import (
     chat_messages,
+    check_alone,
     check_fits,
     check_generation,
     load_aloud,
     pack_for,
+    packs_of,
     sampling_arguments,
     use_threads,
 )
@@ -25,6 +28,7 @@ from probemon.cli.options import (
     PROMPT,
     AlertSet,
     AuditRate,
+    DeploymentFile,
     Device,
     Dtype,
     JsonBesideView,
@@ -52,6 +56,7 @@ from probemon.cli.terminal import answer, terminal
 from probemon.core.harmless_text import clip
 
 if TYPE_CHECKING:
+    from probemon.cli.watch_rules import Watching
     from probemon.manager import DynamicProbeManager
     from probemon.monitor.overhead import Overhead
 
@@ -85,6 +90,7 @@ def watch(
     device: Device = "cpu",
     threads: Threads = 0,
     strict: Strict = False,
+    deployment: DeploymentFile = None,
 ) -> None:
     """Generate from MODEL and show the concepts of PACK token by token; with --pack those of several packs at once.
 
@@ -101,7 +107,11 @@ def watch(
     check_device(device)
     use_threads(threads)
     # First: it takes milliseconds, the model seconds.
-    opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
+    if deployment is not None:
+        check_alone(pack or more_packs, alert_set, audit_rate)
+        opened = packs_of(deployment)
+    else:
+        opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     above = shown_above(opened, concept or (), min_strength)
     watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
     host, tokenizer = load_aloud(model, device, dtype)
@@ -109,7 +119,11 @@ def watch(
     from probemon.cli.watch_answer import Watched
     from probemon.manager import DynamicProbeManager
 
-    manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
+    manager = (
+        DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
+        if deployment is None
+        else DynamicProbeManager.from_deployment(deployment, device=device)
+    )
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)
     title = f"{model} watched by {opened.name}"
@@ -119,8 +133,7 @@ def watch(
         console.print(f"{title}: {opened.n_probes} probes; prompt: {clip(prompt, _PROMPT_SHOWN)}")
     else:
         view = LiveView(console, title=title, above=above)
-    if seed is not None:
-        _seed(seed)
+    _seed(seed)
     from probemon.host.model import unwrap
     from probemon.telemetry.slot_memories import slot_memories
 
@@ -132,13 +145,8 @@ def watch(
             view.show(event)
             result = event.result or result
     assert result is not None
-    cost = None
-    try:
-        if measure and not watching.interrupted:
-            cost = _measure(manager, host, tokenizer, messages)
-    except KeyboardInterrupt:
-        watching.interrupt()
-    watched = Watched(manager, result, watching, above=above, cost=cost, audited=bool(audit_rate))
+    cost = _measure(manager, host, tokenizer, messages, watching) if measure else None
+    watched = Watched(manager, result, watching, above=above, cost=cost, audited=bool(manager.audit_rate))
     summary(console, result, watched.lines(), above=above)
     if as_json:
         answer(watched.as_dict(prompt=prompt, system=system, seed=seed))
@@ -146,17 +154,27 @@ def watch(
         raise typer.Exit(130)
 
 
-def _seed(seed: int) -> None:
+def _seed(seed: int | None) -> None:
     import torch
 
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
 
 
-def _measure(manager: DynamicProbeManager, host: Any, tokenizer: Any, messages: Any) -> Overhead:
+def _measure(
+    manager: DynamicProbeManager, host: Any, tokenizer: Any, messages: Any, watching: Watching
+) -> Overhead | None:
+    """Return what watching costs; None where it was interrupted."""
     from probemon.monitor.overhead import overhead
     from probemon.monitor.stream import encode
 
+    if watching.interrupted:
+        return None
     inputs = {name: value.to(host.device) for name, value in encode(tokenizer, messages).items()}
     aside = terminal(error=True)
-    with aside.status("measuring the overhead") if aside.is_terminal else nullcontext() as status:
-        return overhead(manager, host, inputs, progress=lambda line: status.update(line) if status else None)
+    try:
+        with aside.status("measuring the overhead") if aside.is_terminal else nullcontext() as status:
+            return overhead(manager, host, inputs, progress=lambda line: status.update(line) if status else None)
+    except KeyboardInterrupt:
+        watching.interrupt()
+        return None

@@ -79,6 +79,8 @@ class Watched:
             "summary": self._summary(),
             "stopped": self._stopped(),
             "interrupted": self.watching.interrupted,
+            "deployment": result.deployment,
+            "events": [asdict(event) for event in self.watching.events],
             "tokens": len(result),
             "generated_tokens": len(tokens),
             "unseen_tokens": cover.n_unseen,
@@ -150,9 +152,26 @@ class Watched:
             )
         elif not self.watching.interrupted:
             lines += self._not_met()
+        if self.manager.deployment is not None:
+            lines += self._events()
         if self.watching.n_dropped:
             lines.append(f"{self.watching.n_dropped} tokens are missing in the scores written: they came too fast")
         return lines
+
+    def _events(self) -> list[str]:
+        """What rules of the deployment met."""
+        assert self.manager.deployment is not None
+        events = list(self.watching.events)
+        name = self.manager.deployment.name
+        lines = [f"{name}: {len(events)} event{'s' * (len(events) != 1)} of rules"]
+        for event in events[:_RULES_SHOWN]:
+            at = f"position {event.column}"
+            if event.blind:
+                lines.append(f"  {event.name} not known at {at}: {event.blind}")
+            else:
+                value, above = apart(event.value, event.above)
+                lines.append(f"  {' > '.join(event.path)} {value}, over {above}, at {at}")
+        return lines + [f"  and {len(events) - _RULES_SHOWN} more"] * (len(events) > _RULES_SHOWN)
 
     def _not_met(self) -> list[str]:
         """How near the rules came that stopped nothing, the nearest first."""

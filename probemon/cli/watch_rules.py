@@ -48,6 +48,7 @@ class Watching:
     def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None) -> None:
         self.met: Event | None = None
         self.interrupted = False
+        self.events: Sequence[Event] = ()  # of all rules, those of a deployment among them
         self.rules, self._sink = rules, sink
         self._delivery: Delivery | None = None
 
@@ -62,6 +63,7 @@ class Watching:
             if self.interrupted:
                 run.stop_mine()
 
+        self.events = run.events
         for rule in self.rules:
             run.on(rule.probe, above=rule.above, aggregate=rule.aggregator, action=stop)
         if self._sink is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +22,7 @@ from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.delivery import Delivery
-from probemon.monitor.failures import Failures
+from probemon.monitor.failures import MAX_KEPT, Failures
 from probemon.monitor.rules import PASS, Event, Rule
 from probemon.monitor.sinks import Sink
 from probemon.packs.group import AnyPack
@@ -54,6 +54,7 @@ class Publisher:
         self.listeners: list[Listener] = []
         self._pack, self._failures, self._recordings, self._keep_tokens = pack, failures, recordings, keep_tokens
         self._reads = reads
+        self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
@@ -182,6 +183,7 @@ class Publisher:
 
     def _act(self, action: str | Callable[[Event], object], event: Event, generation: Generation) -> None:
         """Do what a rule asks for."""
+        self.events.append(event)
         if callable(action):
             self._failures.call("an action", action, event)
             if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too

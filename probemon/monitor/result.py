@@ -148,7 +148,8 @@ class Result:
     `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others,
     or its weights were written to (but not by way of `.data`, which torch does not count), before it ended, or in an
     earlier turn on the same cache, so that its tokens come from different weights; `requests`: of continuous batching,
-    by row. Padding and what follows the end of a row are not tokens.
+    by row. Padding and what follows the end of a row are not tokens. `deployment`: the sha256 of the deployment by
+    whose rules it was watched, None without one.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Result:
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self.reads = tokens.reads
+        self.deployment: str | None = None
         self._tokenizer = tokenizer
 
     @property
@@ -189,9 +191,11 @@ class Result:
             self.scores.take(kept),
             None if self.reads is None else self.reads.take(kept),
         )
-        return Result(
+        result = Result(
             self.pack, self._tokenizer, tokens, self.host, host_changed=self.host_changed, requests=self.requests
         )
+        result.deployment = self.deployment
+        return result
 
     def at(self, row: int, position: int) -> int:
         """The index of a token, for `scores.top(index)` and the other per-token answers."""
@@ -287,6 +291,8 @@ class Result:
             if reason
         ]
         about = {"pack": self.pack.name, "coverage": self.coverage.totals(), "unseen": unseen}
+        if self.deployment is not None:
+            about["deployment"] = self.deployment
         columns = {
             "row": pa.array(self.row[token].astype(np.int32)),
             "position": pa.array(self.position[token].astype(np.int32)),

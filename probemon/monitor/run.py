@@ -33,10 +33,11 @@ from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
 from probemon.host.site import Site
 from probemon.monitor.delivery import Delivery
+from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.publisher import Listener, Publisher
 from probemon.monitor.result import Result, find_result
-from probemon.monitor.rules import Event, make_rules
+from probemon.monitor.rules import Event, Rule, make_rules
 from probemon.monitor.sinks import Sink
 from probemon.monitor.token_scorer import TokenScorer
 from probemon.tracking.align import PlacedTokens
@@ -81,6 +82,7 @@ class MonitorRun:
     `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all).
     `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of its
     own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is refused.
+    `deployment`: the file whose rules and sinks hold from where the block begins, on the host that it names.
     `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
 
     Raises `HostMismatch` (hidden size, layer count, strict weights), `NotSupportedHost`, `ConfigError`.
@@ -98,6 +100,7 @@ class MonitorRun:
         keep_tokens: int | None = None,
         one_thread: bool = False,
         companion: Callable[[Any, Guard], Companion] | None = None,
+        deployment: Deployment | None = None,
     ) -> None:
         if on_gap != "raise" and not callable(on_gap):
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
@@ -109,6 +112,9 @@ class MonitorRun:
             )
         model = unwrap(model)
         check_host(manager.pack, model, strict=check_bool("strict", strict))
+        if deployment is not None:
+            deployment.check_host(model)
+        self.deployment = deployment
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
         self.gaps: deque[Gap] = deque(maxlen=MAX_KEPT)
         self.routing: Any = None  # the companion: what else is recorded of the same forwards
@@ -193,8 +199,17 @@ class MonitorRun:
             action=action,
             on_blind=on_blind,
         )
+        self.add_rules(rules)
+
+    def add_rules(self, rules: Sequence[Rule]) -> None:
+        """Ask these rules of generated tokens, too: see `on`."""
         self._scorer.evaluate_always([rule.probe for rule in rules])
         self._publisher.rules += rules
+
+    @property
+    def events(self) -> deque[Event]:
+        """Return the newest 1,000 events of rules, whatever their action."""
+        return self._publisher.events
 
     def hold(self, streamer: Any, *, show_last: bool = False) -> HeldStreamer:
         """Wrap a streamer so that it shows a token only once its own score is known and no rule stopped at it.
@@ -304,7 +319,7 @@ class MonitorRun:
             raise ConfigError(
                 f"this is rank {ranks.rank} of {ranks.n_ranks}, which run one model: its scores are on rank 0"
             )
-        return find_result(
+        result = find_result(
             self.manager.pack,
             self.tokenizer,
             self._watcher.recordings,
@@ -312,6 +327,8 @@ class MonitorRun:
             generation=generation,
             keep_tokens=self._keep_tokens,
         )
+        result.deployment = None if self.deployment is None else self.deployment.sha256
+        return result
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -323,6 +340,8 @@ class MonitorRun:
             stack.enter_context(self._watcher)
             if self.routing is not None:
                 self.routing.open()
+            if self.deployment is not None:
+                self.deployment.begin(self)
             self._stack = stack.pop_all()
         self._entered = True
         return self

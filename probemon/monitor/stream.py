@@ -28,9 +28,10 @@ import numpy as np
 from probemon.core.aggregate import Doubles
 from probemon.core.checks import check_count, check_mappings
 from probemon.core.memory_reads import MemoryReads, Reading, with_texts
-from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
+from probemon.core.scores import GENERATED, PHASES, Coverage, Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
+from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import Guard
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
 from probemon.monitor.run import Companion, MonitorRun
@@ -146,6 +147,8 @@ class _Generating:
         max_waiting: int = 64,
         prepare: Callable[[MonitorRun], object] | None = None,
         companion: Callable[[Any, Guard], Companion] | None = None,
+        on_gap: str | Callable[[Gap], object] = "raise",
+        deployment: Deployment | None = None,
         **generate: Any,
     ) -> None:
         if tokenizer is None:
@@ -156,7 +159,9 @@ class _Generating:
             least=1,
             remedy="it counts batches of tokens that wait for the reader, so give 1 or more",
         )
-        self._run = MonitorRun(manager, model, tokenizer, strict=strict, companion=companion)
+        self._run = MonitorRun(
+            manager, model, tokenizer, strict=strict, companion=companion, on_gap=on_gap, deployment=deployment
+        )
         self._run.listen_with_reads(self._put)
         self._prepare = prepare
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting

@@ -18,6 +18,7 @@ from typing import Any
 
 from probemon.core.extras import import_arrow
 from probemon.core.strict_json import loads
+from probemon.core.yaml_text import read_yaml
 from probemon.errors import TrainingError
 
 _JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
@@ -97,18 +98,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import yaml
-
-    text = path.read_text(encoding="utf-8-sig")
-    try:
-        _check_keys_once(yaml.compose(text, Loader=yaml.SafeLoader), path.name)
-        value = yaml.safe_load(text)
-    except TrainingError:  # which is a ValueError, too
-        raise
-    except RecursionError:
-        raise TrainingError(f"{path.name} is nested too deeply: give a list of concepts") from None
-    except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
-        raise TrainingError(f"{path.name} is no YAML: {' '.join(str(error).split())}") from None
+    value = read_yaml(path.read_text(encoding="utf-8-sig"), path.name, TrainingError).value
     value = value.get("concepts") if isinstance(value, Mapping) else value
     if not isinstance(value, list):
         raise TrainingError(f"{path.name}: give a list of concepts, or a list under 'concepts'")
@@ -117,31 +107,6 @@ def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if "id" not in row:
             raise TrainingError(f"{where} has no 'id'")
         yield where, {"examples": [], **row}
-
-
-def _check_keys_once(node: Any, name: str) -> None:
-    """Raise `TrainingError` for a key that stands twice: the first would be left out in silence."""
-    import yaml
-
-    waiting, done = [node] if node is not None else [], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in done:  # an alias, maybe of what it is in
-            continue
-        done.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                waiting.append(value)
-                if isinstance(key, yaml.ScalarNode):
-                    line = key.start_mark.line + 1
-                    if key.value in lines:
-                        raise TrainingError(
-                            f"{name}, line {line}: {key.value!r} is in line {lines[key.value]} already: give it once"
-                        )
-                    lines[key.value] = line
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ python scripts/evidence/page_output.py                            # renews the o
 python scripts/evidence/page_output.py README.md docs/rules.md    # of some
 python scripts/evidence/page_output.py --check                    # changes nothing; status 1 where one would change
 
-A page's `python` and `sh` blocks run in their order, in a folder of the page's own that holds nothing but `probes`.
+A page's `python` and `sh` blocks run in their order, in a folder of the page's own that holds nothing but `probes` and `examples`.
 A `text` block right under one is what it prints on standard output. `<!-- not run -->` over a block leaves it out.
 Lines of an `sh` block are commands of probemon; they run in this process, which has loaded the demo model once.
 
@@ -38,7 +38,17 @@ from provenance import machine  # noqa: E402
 
 # Other pages run in tests of their own: bring-your-own-probes.md and sharing.md need files and a hub beside them, and
 # memory-hosts.md needs no model but its own.
-NAMES = ("tutorial", "training", "watch", "rules", "decode-loop", "hidden-states", "several-packs", "corpora")
+NAMES = (
+    "tutorial",
+    "training",
+    "watch",
+    "rules",
+    "deployment",
+    "decode-loop",
+    "hidden-states",
+    "several-packs",
+    "corpora",
+)
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (*NAMES, "thresholds", "routing", "bem")))
 BLOCK = re.compile(
     r"(?P<skipped><!-- not run -->\n+)?^```(?P<kind>python|sh)\n(?P<code>.*?)^```\n"
@@ -76,7 +86,8 @@ def renewed(name: str) -> str:
     page, parts, end = (ROOT / name).read_text(encoding="utf-8"), [], 0
     names: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("probes").symlink_to(ROOT / "probes")
+        for name in ("probes", "examples"):
+            Path(name).symlink_to(ROOT / name)
         for example in examples(page):
             printed = io.StringIO()
             try:

@@ -31,6 +31,7 @@ from probemon.cli.watch_rules import score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
 from probemon.models.ltm import LtmConfig, LtmForCausalLM
 from probemon.monitor import overhead as measuring
+from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import describe, leading
 from probemon.packs.group import PackGroup
 
@@ -244,6 +245,39 @@ def test_stop_on_compares_the_running_score_that_is_asked_for(watch, whole):
             stop_rules(whole.pack, arguments, "ema:0.3")
 
 
+def test_a_deployment_says_what_was_met_and_by_which_file(demo, monkeypatch, capsys):
+    arguments = ["--deployment", "examples/watch.yaml", "--prompt", PROMPT, "--max-new-tokens", "16", "--json"]
+    monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: demo)
+    monkeypatch.setattr(sys, "argv", ["probemon", "watch", "demo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, error = capsys.readouterr()
+    answer = json.loads(out)
+    assert ended.value.code == 0
+    assert answer["deployment"] == Deployment.read("examples/watch.yaml").sha256
+    assert f"ships and weapons: {len(answer['events'])} events of rules" in error and answer["events"]
+    for event in answer["events"]:
+        token = next(token for token in answer["per_token"] if token["position"] == event["column"])
+        assert any(concept["concept"] == event["concept"] for concept in token["concepts"])
+        assert f"at position {event['column']}" in error
+
+
+def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys):
+    def checked(*arguments):
+        monkeypatch.setattr(sys, "argv", ["probemon", "deploy", "check", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    code, out, _ = checked("examples/watch.yaml", "--json")
+    told = json.loads(out)
+    assert code == 0 and [rule["on_blind"] for rule in told["rules"]] == ["pass", "pass", "stop"]
+    code, out, _ = checked("examples/watch.yaml")
+    assert code == 0 and f"every token: {told['n_always']} of 479 probes at least" in out and told["sha256"] in out
+    code, out, error = checked("pyproject.toml")
+    assert code == 2 and not out and error.count("\n") == 1 and "pyproject.toml" in error
+
+
 def test_numbers_that_are_compared_are_told_apart():
     assert apart(0.00213, 0.00118) == ["0.002", "0.001"] and apart(0.0011, 0.0012) == ["0.0011", "0.0012"]
     assert apart(0.5, 0.5) == ["0.500", "0.500"]
@@ -326,6 +360,7 @@ def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch
         (["--stop-on", "whale:nan"], "a score has to exceed nan"),
         (["--out", "README.md"], "--out README.md exists: give another name"),
         (["--out", "nowhere/scores.jsonl"], "nowhere is not a folder"),
+        (["--deployment", "examples/watch.yaml"], "PACK is for the deployment file to say"),
         (["--dtype", "float12"], "dtype is 'float12': give one of auto"),
     ],
 )

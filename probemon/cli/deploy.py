@@ -1,0 +1,93 @@
+"""The command deploy check.
+
+probemon deploy check watch.yaml
+probemon deploy check watch.yaml --json
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from probemon.cli.options import AsJson
+from probemon.cli.terminal import answer, plain_table, say, terminal
+
+deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check a deployment file.")
+_SHOWN = 20  # rules
+
+
+@deploy.callback()
+def callback() -> None:
+    """Check a deployment file: what is watched, and what follows."""
+
+
+@deploy.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Deployment, YAML or JSON.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check FILE without loading a model: keys, packs and their hashes, concepts, thresholds; and what it will cost.
+
+    What is wrong is one line, which names the line of the file, and exit status 2.
+    """
+    from probemon.monitor.deployment import Deployment
+    from probemon.monitor.deployment_cost import cost_of
+
+    deployment = Deployment.read(file)
+    pack = deployment.open_packs()
+    cost = cost_of(deployment, pack)
+    rules = [
+        {
+            "concept": pack.concepts[rule.probe]["id"],
+            "above": rule.above,
+            "alert_set": rule.alert_set,
+            "aggregate": str(rule.aggregator),
+            "for_tokens": rule.for_tokens,
+            "action": rule.action if isinstance(rule.action, str) else "record",
+            "on_blind": rule.on_blind,
+        }
+        for rule in deployment.rules(pack)
+    ]
+    if as_json:
+        answer(
+            {"name": deployment.name, "sha256": deployment.sha256, "packs": pack.name, **asdict(cost), "rules": rules}
+        )
+        return
+    say(f"{deployment.name}: {pack.name}", f"sha256 of what it says: {deployment.sha256}")
+    say(
+        f"every token: {cost.n_always} of {cost.n_probes} probes at least ({_size(cost.always_bytes)}),"
+        f" {cost.n_most} at most ({_size(cost.most_bytes)}); weights in memory: {_size(cost.weight_bytes)}"
+    )
+    host = deployment.content.get("host", {})
+    say("host: " + (", ".join(f"{name} {value}" for name, value in host.items()) or "any that the packs fit"))
+    if rules:
+        terminal(soft_wrap=False).print(_table(rules[:_SHOWN]))
+    if len(rules) > _SHOWN:
+        say(f"and {len(rules) - _SHOWN} more rules")
+    if not rules:
+        say("no rules: scores are recorded, and nothing follows from them")
+
+
+def _table(rules: list[dict[str, Any]]) -> Any:
+    table = plain_table()
+    for name in ("concept", "over", "for", "then", "not seen"):
+        table.add_column(name, overflow="fold")
+    for rule in rules:
+        aggregate = "" if rule["aggregate"] == "each" else f" of {rule['aggregate']}"
+        of_set = f" ({rule['alert_set']})" if rule["alert_set"] else ""
+        n = rule["for_tokens"]
+        table.add_row(
+            rule["concept"],
+            f"{rule['above']:.3g}{aggregate}{of_set}",
+            f"{n} token{'s' * (n > 1)}",
+            rule["action"],
+            rule["on_blind"],
+        )
+    return table
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"

@@ -1,0 +1,249 @@
+"""Deployment: one file, which can be reviewed, that says what is watched and what follows.
+
+    deployment = Deployment.read("watch.yaml")             # DeploymentError, with the line of what is wrong
+    pack = deployment.open_packs()                         # each is the very pack that the file pins
+    deployment.settings, deployment.rules(pack)            # of a manager; of its runs
+    deployment.begin(run)                                  # in a run that has begun: rules and sinks
+    deployment.sha256                                      # of what it says: spaces, comments and order do not count
+
+The format is in docs/deployment.md, its JSON Schema beside this file. `DynamicProbeManager.from_deployment` does all of
+it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from probemon.core.checks import check_path
+from probemon.core.strict_json import loads, no_constant
+from probemon.core.yaml_text import YamlText, read_yaml
+from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
+from probemon.host.fingerprint import fingerprint
+from probemon.monitor.rules import Event, Rule, make_rules
+from probemon.monitor.sinks import JsonLinesSink, ParquetSink
+from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.pack import ProbePack
+
+if TYPE_CHECKING:
+    from probemon.monitor.run import MonitorRun
+
+SCHEMA = Path(__file__).with_name("deployment.schema.json")
+_MAX_BYTES = 1 << 20
+_LONGEST = 200  # characters of what is wrong
+Steps = Sequence[str | int]
+
+
+class Deployment:
+    """What a file says. `content`: as JSON has it; `name`: the file's own, where it gives itself none."""
+
+    def __init__(self, path: Path, text: YamlText) -> None:
+        self.path, self.content, self._text = path, text.value, text
+        self.name: str = self.content.get("name", path.name)
+        canonical = json.dumps(self.content, sort_keys=True, separators=(",", ":"))
+        self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
+
+    @classmethod
+    def read(cls, path: str | Path) -> Deployment:
+        """Read a file, YAML or JSON. Raises `DeploymentError` with the line of the first thing that is wrong."""
+        file = check_path("path", path)
+        if not file.is_file():
+            raise DeploymentError(f"{file} is no file: give a deployment, YAML or JSON (docs/deployment.md)")
+        if file.stat().st_size > _MAX_BYTES:
+            raise DeploymentError(f"{file.name} has more than {_MAX_BYTES:,} bytes: a deployment is written by hand")
+        try:
+            raw = file.read_text(encoding="utf-8-sig")
+            raw.encode()
+        except ValueError as error:
+            raise DeploymentError(f"{file.name} is no UTF-8 text ({error}): save it as such") from None
+        deployment = cls(file, _checked(raw, file))
+        return deployment
+
+    # -- what follows from it ----------------------------------------------------------------------
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return settings of a manager, by name."""
+        given = {name: self.content[name] for name in ("always_on", "audit_rate") if name in self.content}
+        return {**self.content.get("cascade", {}), **given}
+
+    @contextmanager
+    def errors_of_settings(self) -> Iterator[None]:
+        """Make an error about a setting one of its line, or of the line of them all."""
+        try:
+            yield
+        except (ConfigError, UnknownConcept) as error:
+            places: list[list[str]] = [["cascade", name] for name in self.content.get("cascade", {})]
+            places += [[name] for name in ("always_on", "audit_rate")]
+            named = [place for place in places if re.search(rf"\b{place[-1]}\b", str(error))]
+            if isinstance(error, UnknownConcept):
+                named = [["always_on"]]
+            steps = named[0] if named else ["cascade" if "cascade" in self.content else "packs"]
+            raise self._error(steps, str(error)) from error
+
+    def open_packs(self) -> AnyPack:
+        """Open the packs, each with its set of alert thresholds. Raises `DeploymentError`, `PackError`."""
+        opened: list[tuple[str, ProbePack]] = []
+        for at, entry in enumerate(self.content["packs"]):
+            with self._at("packs", at):
+                pack = ProbePack.from_pretrained(self._beside(entry["pack"]), manifest_sha256=entry["manifest_sha256"])
+                if "alert_set" in entry:
+                    pack = pack.with_alert_set(entry["alert_set"])
+                stated = self.content.get("host", {})
+                for key, known in (("model", "model_id"), ("fingerprint", "fingerprint")):
+                    own = pack.manifest["host"].get(known)
+                    if key in stated and own not in (None, stated[key]):
+                        raise ConfigError(f"{pack.name} was made for {own}, host.{key} is {stated[key]}")
+                opened.append((entry.get("name", pack.name), pack))
+        if len(opened) == 1 and "name" not in self.content["packs"][0]:
+            return opened[0][1]
+        names = [name for name, _ in opened]
+        for at, name in enumerate(names):
+            if name in names[:at]:
+                raise self._error(["packs", at], f"a second pack is called {name!r:.80}: give one another name")
+        with self._at("packs"):
+            return PackGroup(dict(opened))
+
+    def rules(self, pack: AnyPack) -> list[Rule]:
+        """Return the rules, one for each concept. Raises `DeploymentError`."""
+        made: list[Rule] = []
+        for at, rule in enumerate(self.content.get("rules", ())):
+            alert_set = f"rate_{rule['rate']:g}" if "rate" in rule else rule.get("alert_set")
+            with self._at("rules", at):
+                made += make_rules(
+                    pack if alert_set is None else pack.with_alert_set(alert_set),
+                    rule["concepts"],
+                    above=rule.get("above"),
+                    for_tokens=int(rule.get("for_tokens", 1)),
+                    aggregate=rule.get("aggregate"),
+                    action=_record if rule["action"] == "record" else rule["action"],
+                    on_blind=rule["on_blind"],
+                )
+        return made
+
+    def check_host(self, model: Any) -> None:
+        """Raise `HostMismatch` where the weights of a model are not those that are stated."""
+        stated = self.content.get("host", {}).get("fingerprint")
+        if stated is not None and (actual := fingerprint(model)) != stated:
+            line = self._text.line(["host", "fingerprint"])
+            raise HostMismatch(
+                f"{self.path.name}, line {line}: host.fingerprint is {stated}, this model's is {actual}: load the model"
+                " that was reviewed, or review this one and state its fingerprint"
+            )
+
+    def begin(self, run: MonitorRun) -> None:
+        """Set the rules of a run that has begun, and add its sinks. Raises `DeploymentError`."""
+        run.add_rules(self.rules(run.manager.pack))
+        for at, sink in enumerate(self.content.get("sinks", ())):
+            with self._at("sinks", at):
+                run.add_sink(self._sink(sink))
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _sink(self, sink: Mapping[str, Any]) -> JsonLinesSink | ParquetSink:
+        path, overwrite = self.path.parent / sink["path"], sink.get("overwrite", False)
+        if sink["kind"] == "jsonl":
+            return JsonLinesSink(path, overwrite, top_k=sink.get("top_k"))
+        if "top_k" in sink:
+            raise ConfigError("top_k is of jsonl: parquet holds every active concept")
+        return ParquetSink(path, overwrite)
+
+    def _beside(self, pack: str) -> str:
+        """Return a folder beside the file; what is none is a name."""
+        folder = self.path.parent / pack
+        return str(folder) if folder.is_dir() else pack
+
+    def _error(self, steps: Steps, message: str) -> DeploymentError:
+        return _error(self.path, self._text, steps, message)
+
+    @contextmanager
+    def _at(self, *steps: str | int) -> Iterator[None]:
+        """Make an error of the block one of this part of the file."""
+        try:
+            yield
+        except DeploymentError:
+            raise
+        except (ProbemonError, OSError) as error:
+            raise self._error(steps, str(error)) from error
+
+
+def _record(event: Event) -> None:
+    """Do nothing: what is met is in `run.events`."""
+
+
+def _checked(raw: str, file: Path) -> YamlText:
+    """Return what a file holds, once it is what the schema says."""
+    text = read_yaml(raw.replace("\t", " ") if file.suffix == ".json" else raw, file.name, DeploymentError)
+    if file.suffix == ".json":  # whose numbers and texts are not those of YAML
+        try:
+            text = YamlText(loads(raw, constant=no_constant), text.root, text.aliases)
+        except (ValueError, RecursionError) as error:
+            raise DeploymentError(f"{file.name} is no JSON: {error}") from None
+    if text.aliases:
+        raise DeploymentError(
+            f"{file.name}, line {text.aliases[0]}: an alias hides what holds here from who reviews it: write it out",
+            text.aliases[0],
+        )
+    for steps, value in _leaves(text.value, []):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _error(file, text, steps, f"{value} is no number that can be meant here: give a finite one")
+    # Of a key with a typo it is said that it is unknown, not that the right one is missing.
+    problems = sorted(
+        _validator()(text.value),
+        key=lambda one: (one.validator == "required", text.line(one.absolute_path), one.message),
+    )
+    if problems:
+        raise _explained(file, text, problems[0])
+    return text
+
+
+@cache
+def _validator() -> Callable[[Any], Iterator[Any]]:
+    from jsonschema import Draft202012Validator
+
+    validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    return validator.iter_errors  # type: ignore[no-any-return]
+
+
+def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
+    steps, schema = list(problem.absolute_path), problem.schema
+    if problem.validator == "additionalProperties":
+        known = list(schema["properties"])
+        key = next(key for key in problem.instance if key not in known)
+        remedy = closest(str(key), known) or f": the keys here are {', '.join(known)}"
+        return _error(file, text, [*steps, key], f"the key {key!r:.80} is unknown{remedy}")
+    if problem.validator == "required":
+        key = next(key for key in schema["required"] if key not in problem.instance)
+        what = schema["properties"][key].get("description", "")
+        return _error(file, text, steps, f"{key} is missing: {what[:1].lower()}{what[1:]}".rstrip(": "))
+    if "dependentSchemas" in problem.absolute_schema_path:
+        rule = text.value["rules"][steps[1]]
+        one, other, *_ = (name for name in ("above", "alert_set", "rate") if name in rule)
+        return _error(file, text, [*steps[:2], other], f"{one} is given, too: give one of the two")
+    what = f" ({schema['description']})" if isinstance(schema, Mapping) and "description" in schema else ""
+    return _error(file, text, steps, f"{problem.message[:_LONGEST]}{what}")
+
+
+def _error(file: Path, text: YamlText, steps: Steps, message: str) -> DeploymentError:
+    line = text.line(steps)
+    named = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
+    return DeploymentError(f"{file.name}, line {line}: {f'{named}: ' if named else ''}{message}", line)
+
+
+def _leaves(value: Any, steps: list[str | int]) -> Iterator[tuple[list[str | int], Any]]:
+    """Yield every value that is no mapping and no list, and where it stands."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, [*steps, key])
+    elif isinstance(value, list):
+        for at, part in enumerate(value):
+            yield from _leaves(part, [*steps, at])
+    else:
+        yield steps, value

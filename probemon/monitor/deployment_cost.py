@@ -1,0 +1,52 @@
+"""What a deployment watches and costs, before any model is loaded.
+
+cost = cost_of(deployment, pack)              # pack: deployment.open_packs()
+cost.n_probes, cost.n_always, cost.always_bytes, cost.most_bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from probemon.monitor.deployment import Deployment
+from probemon.packs.configured import ConfiguredPack, configure_group
+from probemon.packs.group import AnyPack, PackGroup
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of all packs together: how many probes there are, how many of them every token reads and at most may read, and
+    the bytes of their weights. `rules`: how many there are, by concept.
+    """
+
+    n_probes: int
+    n_always: int
+    n_most: int
+    weight_bytes: int
+    always_bytes: int
+    most_bytes: int
+    n_rules: int
+
+
+def cost_of(deployment: Deployment, pack: AnyPack) -> Cost:
+    """Return the cost of a deployment. Raises `DeploymentError` where its settings or rules cannot hold."""
+    rules = deployment.rules(pack)
+    probes = sorted({rule.probe for rule in rules})
+    settings = {name: value for name, value in deployment.settings.items() if name != "audit_rate"}
+    with deployment.errors_of_settings():
+        if isinstance(pack, PackGroup):
+            members, own = configure_group(pack, settings), [part.tolist() for part in pack.split(probes)]
+        else:
+            members, own = [ConfiguredPack.of(pack, settings)], [probes]
+        counted = [_counts(member, extra) for member, extra in zip(members, own, strict=True)]
+    n_probes, n_always, n_most, weight_bytes, always_bytes, most_bytes = map(sum, zip(*counted, strict=True))
+    return Cost(n_probes, n_always, n_most, weight_bytes, always_bytes, most_bytes, len(rules))
+
+
+def _counts(member: ConfiguredPack, extra: Sequence[int]) -> tuple[int, int, int, int, int, int]:
+    pack = member.pack
+    n, n_bytes = pack.n_probes, pack.weight_bytes()
+    n_always = len(member.plan_with(extra).start)
+    n_most = min(n, member.config.max_loaded_probes)
+    return n, n_always, n_most, n_bytes, n_bytes * n_always // n, n_bytes * n_most // n

@@ -1,0 +1,250 @@
+"""A deployment file: what is wrong in it is told with its line; what is right does what the same calls in Python do."""
+
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+import yaml
+
+from conftest import PAD, make_model, make_pack
+from corpora import make_tokenizer
+from probemon import DynamicProbeManager, JsonLinesSink
+from probemon.errors import ConfigError, DeploymentError, HostMismatch, PackError, ProbemonError
+from probemon.host.fingerprint import fingerprint
+from probemon.monitor.deployment import SCHEMA, Deployment
+from probemon.monitor.deployment_cost import cost_of
+
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deployed")
+    make_pack(
+        folder / "pack", make_model(), alert_set="usual", alert_sets={"rate_0.01": torch.full((40,), 0.25)},
+        host={"model_id": "tiny", "hidden_size": 16, "n_layers": 3, "fingerprint": fingerprint(make_model())},
+    )  # fmt: skip
+    return folder
+
+
+def text_of(folder):
+    sha256 = hashlib.sha256((folder / "pack/manifest.json").read_bytes()).hexdigest()
+    return f"""\
+deployment: 1
+name: two rules
+host:
+  model: tiny
+  fingerprint: {fingerprint(make_model())}
+packs:
+  - pack: pack
+    manifest_sha256: {sha256}
+cascade:
+  keep_top_k: 5
+always_on: [c11]
+audit_rate: 1
+rules:
+  - concepts: [c9]
+    above: 0.2
+    action: record
+    on_blind: pass
+  - concepts: ["c1*", c3]
+    rate: 0.01
+    aggregate: null
+    for_tokens: 2
+    action: stop
+    on_blind: raise
+""".replace("    aggregate: null\n", "")
+
+
+def written(folder, text, name="watch.yaml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_a_file_does_what_the_same_calls_do(folder, kind):
+    text = text_of(folder) + "sinks:\n  - {kind: jsonl, path: scores.jsonl, top_k: 3, overwrite: true}\n"
+    text = text if kind == "yaml" else json.dumps(yaml.safe_load(text), indent=1)
+    model = make_model()
+    manager = DynamicProbeManager.from_deployment(written(folder, text, f"watch.{kind}"))
+    with manager.attach(model) as run:
+        out = model.generate(PROMPT, **GREEDY)
+    own = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"], audit_rate=1.0)
+    with own.attach(model, on_gap=lambda gap: None) as other:
+        other.on("c9", above=0.2, action=lambda event: None)
+        low = own.pack.with_alert_set("rate_0.01").alert_threshold
+        for probe in own.pack.find_all(["c1*", "c3"]):
+            other.on(probe, above=float(low[probe]), for_tokens=2, on_blind="raise")
+        other.add_sink(JsonLinesSink(folder / "own.jsonl", top_k=3))
+        expected = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(out, expected) and out.shape[1] < 19, "it stops"
+    mine, theirs = ([{**vars(event), "alert_set": None} for event in one.events] for one in (run, other))
+    assert mine == theirs and {event.alert_set for event in run.events} >= {"rate_0.01"}
+    a, b = run.result(out), other.result(expected)
+    assert a.scores.values.tolist() == b.scores.values.tolist() and a.audit == b.audit and len(a.coverage.audited)
+    assert (folder / "scores.jsonl").read_text() == (folder / "own.jsonl").read_text()
+    (folder / "own.jsonl").unlink()
+    assert a.deployment == a.before(6).deployment == Deployment.read(folder / f"watch.{kind}").sha256
+    assert b.deployment is None
+
+
+def test_at_a_token_that_was_not_seen_each_rule_does_what_it_says(folder):
+    model, text = make_model(), text_of(folder).replace("on_blind: pass", "on_blind: stop")
+    manager = DynamicProbeManager.from_deployment(written(folder, text))
+
+    def lose(module, args, kwargs):
+        if kwargs["position_ids"][0, -1] == 6:
+            module.layers[1]._forward_hooks.clear()
+
+    handle = model.model.register_forward_pre_hook(lose, with_kwargs=True)
+    with manager.attach(model) as run, pytest.raises(ProbemonError, match="is not known at row 0, column 6"):
+        model.generate(PROMPT, **GREEDY)
+    handle.remove()
+    assert len(run.gaps) >= 1 and any(event.blind for event in run.events)
+
+
+def test_a_stream_has_the_rules_too(folder):
+    path = written(folder, text_of(folder))
+    events = list(
+        DynamicProbeManager.from_deployment(path).stream(make_model(), make_tokenizer(), "some words", **GREEDY)
+    )
+    assert events[-1].result.deployment == Deployment.read(path).sha256 and len(events) < GREEDY["max_new_tokens"]
+
+
+def test_what_it_says_has_one_hash_however_it_is_written(folder):
+    text = text_of(folder)
+    content = yaml.safe_load(text)
+    same = [f"# a remark\n{text}\n", yaml.safe_dump(content), json.dumps(content)]
+    assert len({Deployment.read(written(folder, one, "a.yaml")).sha256 for one in [text, *same]}) == 1
+    assert (
+        Deployment.read(written(folder, text.replace("0.2", "0.3"))).sha256
+        != Deployment.read(written(folder, text, "b.yaml")).sha256
+    )
+
+
+CASES = [
+    ("on_blind: pass", "on_blid: pass", 17, "unknown, did you mean 'on_blind'"),
+    ("    on_blind: pass\n", "", 14, "on_blind is missing"),
+    ("on_blind: pass", "on_blind: halt", 17, "'halt' is not one of"),
+    ("deployment: 1", "deployment: 2", 1, "1 was expected"),
+    ("above: 0.2", "above: 1.0", 15, "greater than or equal to the maximum of 1"),
+    ("above: 0.2", "above: .nan", 15, "nan is no number that can be meant"),
+    ("above: 0.2", "above: 0.2\n    rate: 0.1", 16, "above is given, too"),
+    ("above: 0.2", "above: 0.2\n    above: 0.3", 16, "'above' is in line 15 already"),
+    ("above: 0.2", "above: &x 0.2\n    for_tokens: *x", 16, "an alias hides"),
+    ("[c9]", "[c99]", 14, "has no concept 'c99'"),
+    ("rate: 0.01", "rate: 0.02", 18, "no set of alert thresholds 'rate_0.02'"),
+    ("keep_top_k: 5", "keep_top: 5", 10, "did you mean 'keep_top_k'"),
+    ("keep_top_k: 5", "max_loaded_probes: 1", 10, "max_loaded_probes is 1"),
+    ("keep_top_k: 5", "base_layers: [99]", 10, "base_layers names level 99"),
+    ("[c11]", "[c99]", 11, "has no concept 'c99'"),
+    ("manifest_sha256: ", "manifest_sha256: 0", 8, "does not match"),
+    ("model: tiny", "model: large", 7, "was made for tiny, host.model is large"),
+    ("pack: pack\n", "pack: pock\n", 7, "pock"),
+    ("concepts: [c9]", "concepts: [c9", 15, "is no YAML"),
+    ("name: two rules", "name: 2026-13-45", 1, "is no YAML: month must be in"),
+    ("name: two rules", "name: 3", 2, "3 is not of type 'string'"),
+    ("rules:", "rules: 3\nrulez:", 14, "unknown, did you mean 'rules'"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line", "said"), CASES, ids=[f"{new.strip()[:30]}" for _, new, *_ in CASES])
+def test_what_is_wrong_is_told_with_its_line(folder, old, new, line, said):
+    text = text_of(folder)
+    assert old in text
+    with pytest.raises((DeploymentError, PackError), match=re.escape(said)) as raised:
+        deployment = Deployment.read(written(folder, text.replace(old, new, 1)))
+        cost_of(deployment, deployment.open_packs())
+    if "no YAML: month" not in said:
+        assert f"watch.yaml, line {line}" in str(raised.value), raised.value
+
+
+def test_another_host_is_refused_by_its_line(folder):
+    manager = DynamicProbeManager.from_deployment(written(folder, text_of(folder)))
+    with (
+        pytest.warns(UserWarning, match="weights are others"),
+        pytest.raises(HostMismatch, match=r"yaml, line 5: host"),
+    ):
+        manager.attach(make_model(seed=1))
+    with pytest.raises(ConfigError, match="keep_top_k is for the deployment file to say"):
+        DynamicProbeManager.from_deployment(folder / "watch.yaml", keep_top_k=3)
+    with pytest.raises(DeploymentError, match="is no file"):
+        DynamicProbeManager.from_deployment(folder / "none.yaml")
+
+
+def test_the_cost_is_that_of_the_plan(folder):
+    deployment = Deployment.read(written(folder, text_of(folder)))
+    cost = cost_of(deployment, deployment.open_packs())
+    manager = DynamicProbeManager.from_deployment(folder / "watch.yaml")
+    rules = deployment.rules(manager.pack)
+    assert cost.n_rules == len(rules) == 13
+    assert cost.n_always == len(manager.plan_with([rule.probe for rule in rules]).start)
+    assert cost.n_probes == cost.n_most == 40 and cost.weight_bytes == manager.pack.weight_bytes()
+    assert cost.always_bytes == cost.weight_bytes * cost.n_always // 40
+
+
+def test_the_schema_is_one_and_every_part_of_it_is_explained():
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert all("description" in part for part in schema["properties"].values())
+
+
+def test_the_example_is_right_and_is_the_one_of_the_page():
+    example = Path(__file__).parents[2] / "examples/watch.yaml"
+    deployment = Deployment.read(example)
+    assert cost_of(deployment, deployment.open_packs()).n_rules == 3
+    page = (example.parents[1] / "docs/deployment.md").read_text()
+    assert yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1]) == deployment.content
+    named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert named == set(json.loads(SCHEMA.read_text())["properties"])
+
+
+def test_files_at_random_end_in_an_error_with_a_line_or_are_right(folder):
+    """Parts are taken away, doubled and replaced. What is read agrees with the schema, as another reader sees it."""
+    schema = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+    chance, lines, n_read = random.Random(0), text_of(folder).splitlines(), 0
+    odd = [
+        "null",
+        "[]",
+        "{}",
+        "-1",
+        "1e400",
+        "'*'",
+        "yes",
+        "~",
+        "[[",
+        "- a",
+        '"\\ud800"',
+        "!!python/object:os.system",
+        "\0",
+    ]
+    for _ in range(300):
+        some = list(lines)
+        for _ in range(chance.randrange(1, 4)):
+            at = chance.randrange(len(some))
+            what = chance.randrange(4)
+            if what == 0:
+                del some[at]
+            elif what == 1:
+                some.insert(chance.randrange(len(some)), some[at])
+            elif what == 2:
+                some[at] = f"{some[at].partition(':')[0]}: {chance.choice(odd)}"
+            else:
+                some[at] = " " * chance.randrange(5) + some[at].strip()
+        path = written(folder, "\n".join(some), "odd.yaml")
+        try:
+            deployment = Deployment.read(path)
+            cost_of(deployment, deployment.open_packs())
+        except (DeploymentError, PackError) as error:
+            assert re.search(r"odd.yaml(, line \d+| is no YAML)", str(error)), error
+        else:
+            n_read += 1
+            assert schema.is_valid(deployment.content) and "deployment" in yaml.safe_load(path.read_text())
+    assert 5 < n_read < 200

@@ -150,6 +150,8 @@ class Answering(StoppingCriteria):
         self._answer_ids.append(token_id)
         self._text.add(token_id)
         self._complete = self._text.met_stop or len(self._answer_ids) == self._max_tokens
+        if self._complete:  # before its last token is told: what is left of a character is that one's text
+            self._text.end()
         return self._complete
 
     def _met(self, rule: WantedRule, event: Event) -> None:

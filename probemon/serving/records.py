@@ -19,10 +19,33 @@ _BEGINNING = 200  # characters of what was asked, in the list
 
 
 class Record:
-    """One request: its JSON so far, its size in bytes, and whether more will come."""
+    """One request: its JSON so far, its size in bytes, and whether more will come.
+
+    One that has ended is kept as bytes of JSON, which are what its limit counts: as objects it would take several times
+    as much.
+    """
 
     def __init__(self, content: dict[str, Any]) -> None:
-        self.content, self.n_bytes, self.running = content, len(json.dumps(content)), True
+        self.content: dict[str, Any] = content
+        self.n_bytes, self.running, self._ended = len(json.dumps(content)), True, b""
+
+    def end(self) -> None:
+        self._ended, shortened = json.dumps(self.content).encode(), self.shortened()
+        self.content, self.n_bytes, self.running = shortened, len(self._ended), False
+
+    def whole(self) -> bytes:
+        return json.dumps(self.content).encode() if self.running else self._ended
+
+    def shortened(self) -> dict[str, Any]:
+        """Return it for a list."""
+        if not self.running:
+            return self.content
+        return {
+            "created": self.content["created"],
+            "kind": self.content["kind"],
+            "beginning": _beginning(self.content),
+            "finish_reasons": [choice["finish_reason"] for choice in self.content["choices"]],
+        }
 
 
 class Records:
@@ -61,27 +84,20 @@ class Records:
     def end(self, record: Record) -> None:
         """Say that a request has ended."""
         with self._lock:
-            record.running = False
+            record.end()
             self._forget()
 
     def get(self, request_id: str) -> bytes | None:
         """Return the whole record."""
         with self._lock:
             record = self._records.get(request_id)
-            return None if record is None else json.dumps(record.content).encode()
+            return None if record is None else record.whole()
 
     def list(self) -> list[dict[str, Any]]:
         """Return what is kept, the newest first, shortened."""
         with self._lock:
             return [
-                {
-                    "request": name,
-                    "created": record.content["created"],
-                    "kind": record.content["kind"],
-                    "beginning": _beginning(record.content),
-                    "running": record.running,
-                    "finish_reasons": [choice["finish_reason"] for choice in record.content["choices"]],
-                }
+                {"request": name, "running": record.running, **record.shortened()}
                 for name, record in reversed(self._records.items())
             ]
 

@@ -102,6 +102,7 @@ class EventRing:
         """Forget a subscriber."""
         with self._lock:
             self._subscribers.remove(subscriber)
+            self.n_lost += max(0, self._first_id - subscriber.next_id)  # it will not be told any more
 
     def read(self, subscriber: Subscriber) -> bytes:
         """Return what is new for a subscriber, with the gap before it."""

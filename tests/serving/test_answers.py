@@ -204,6 +204,22 @@ def test_held_answer_has_a_score_for_every_token_and_the_same_text(server, serve
     assert summary["coverage"]["tokens"] == 12 and summary["coverage"]["unseen"] == 0
 
 
+@pytest.mark.parametrize("hold", [False, True])
+def test_an_answer_that_ends_in_the_middle_of_a_character_leaves_no_text_without_a_token(server, served, hold):
+    begin_of_one = served.tokenizer("\U0001f600")["input_ids"][0]
+
+    def only(module, args, logits):
+        return torch.where(torch.arange(logits.shape[-1]) == begin_of_one, 1e4, logits)
+
+    handle = served.model.lm_head.register_forward_hook(only)
+    try:
+        text, tokens, *_ = collected(stream(server, max_tokens=3, probemon={"hold": hold}))
+    finally:
+        handle.remove()
+    assert text.endswith("\ufffd") and len(tokens) == 3
+    assert "".join(token["text"] for token in tokens) == text and tokens[-1]["end"] == len(text)
+
+
 @pytest.mark.parametrize("length", [3, 25], ids=["in a token", "over several"])
 @pytest.mark.parametrize("hold", [False, True])
 def test_text_ends_before_a_stop_string_and_so_do_its_tokens(server, served, hold, length):

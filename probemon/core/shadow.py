@@ -25,6 +25,23 @@ class Owner(Protocol):
 _SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Owner, Any]] = weakref.WeakKeyDictionary()
 
 
+def unshadowed(method: Any) -> Any:
+    """Return what lies under all shadows; None where it is the class's own."""
+    while method is not None and method in _SHADOWS:
+        method = _SHADOWS[method][1]
+    return method
+
+
+def is_shadowed_by(owner: Owner, target: Any, name: str) -> bool:
+    """Whether a shadow of `owner` is before a method of `target`, under those of others or not."""
+    method = vars(target).get(name)
+    while method is not None:
+        if method in _SHADOWS and _SHADOWS[method][0] is owner:
+            return True
+        method = _SHADOWS[method][1] if method in _SHADOWS else getattr(method, "__wrapped__", None)
+    return False
+
+
 def shadow(stack: ExitStack, owner: Owner, target: Any, name: str, around: Callable[..., Any]) -> None:
     """Put `around(original, ...)` before a method of `target`, until `stack` closes."""
     attributes = vars(target)

@@ -117,6 +117,11 @@ class Scorer:
             f" {self.device}, {self.strategy.step} for a token, {self.strategy.batch} for a prompt)"
         )
 
+    @property
+    def not_numbers(self) -> frozenset[str]:
+        """Return the reasons for which a token is unseen whose state, or a score of it, is no number."""
+        return frozenset(self._reasons.values()) - {""}
+
     def plan_with(self, extra: Sequence[str | int]) -> Plan:
         """Return the plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
         if not isinstance(self.pack, PackGroup):

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from probemon.core.shadow import Owner, shadow
+from probemon.core.shadow import Owner, shadow, unshadowed
 
 # -- torch ---------------------------------------------------------------------------------------
 
@@ -112,6 +113,27 @@ def write_marks(stores: Iterable[Mapping[str, Tensor | None]]) -> list[tuple[int
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether somebody listens to a module, by its `_forward_hooks`: what only they would read need not be made."""
     return bool(module._forward_hooks)
+
+
+def hook_of(module: nn.Module, handle: RemovableHandle) -> Any | None:
+    """Return the hook that a handle stands for, if it is still among `_forward_hooks` or `_forward_pre_hooks`."""
+    return module._forward_hooks.get(handle.id) or module._forward_pre_hooks.get(handle.id)
+
+
+def hooks_after(module: nn.Module, handle: RemovableHandle) -> list[Any]:
+    """Return the forward hooks of a module that run after that of a handle, in `_forward_hooks`' order."""
+    hooks = dict(module._forward_hooks)
+    numbers = list(hooks)
+    return [hooks[number] for number in numbers[numbers.index(handle.id) + 1 :]] if handle.id in hooks else []
+
+
+def own_methods(module: nn.Module) -> dict[str, Any]:
+    """Return what a call of a module goes through: `_call_impl`, which runs the hooks, and `forward`; its own or its
+    class's, and what `module.compile()` put before them.
+    """
+    names = ("_call_impl", "forward", COMPILED_CALL)
+    own = {name: unshadowed(vars(module).get(name)) for name in names}
+    return {name: getattr(type(module), name, None) if method is None else method for name, method in own.items()}
 
 
 def is_wrapping_tensor(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ from probemon.core.probes import is_recurrent
 from probemon.errors import NotSupportedHost
 from probemon.host.compiled import Buffers
 from probemon.host.model import find_layers, site_module
+from probemon.host.placed_hooks import PlacedHook
 from probemon.host.recurrent.state_sites import recurrent_site
 from probemon.host.site import Site
 
@@ -31,6 +32,8 @@ Callback = Callable[[str, Tensor], None]
 
 class Tap:
     """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based).
+
+    `placed`: the hooks, once they are there.
 
     `attn_out.N` and `mlp_out.N`: what its attention and its feed-forward block give, before it is added to the stream.
     `ssm_state.N` and `delta.N` of recurrent layers: see `probemon.host.recurrent.state_sites`.
@@ -46,6 +49,7 @@ class Tap:
             (str(place), place.module if isinstance(place, Site) else _of_one_layer(layers, place)) for place in places
         ]
         self._callback = callback
+        self.placed: list[PlacedHook] = []
         self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
         self._stack = ExitStack()
 
@@ -54,8 +58,11 @@ class Tap:
             for place in self.own.values():
                 if place.attach is not None:
                     place.attach(stack)
+            self.placed = []
             for site, module in self._targets:
-                stack.callback(module.register_forward_hook(self._hook(site)).remove)
+                handle = module.register_forward_hook(self._hook(site))
+                stack.callback(handle.remove)
+                self.placed.append(PlacedHook.of(site, module, handle, reads=True))
             self._stack = stack.pop_all()
         return self
 

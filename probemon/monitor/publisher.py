@@ -21,7 +21,7 @@ import numpy as np
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
-from probemon.monitor.delivery import Delivery
+from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT, Failures
 from probemon.monitor.rules import PASS, Event, Rule
 from probemon.monitor.sinks import Sink
@@ -58,12 +58,17 @@ class Publisher:
         self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
+        self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
 
     @property
     def acts(self) -> bool:
         """Whether rules or sinks wait for generated tokens."""
         return bool(self.rules or self._sinks)
+
+    def sinks(self) -> list[SinkStats]:
+        """Return what became of the tokens that each sink was sent."""
+        return [delivery.stats() for delivery in self._deliveries]
 
     def add_sink(self, sink: Sink, max_batches: int) -> Delivery:
         """Send every batch from now on to `sink`, in a thread of its own."""
@@ -89,6 +94,7 @@ class Publisher:
         """Record the scores of tokens, ask the rules, call the listeners and send a batch to the sinks."""
         reads = self._reads(recording, recording.n_entries, len(placed))
         with self._keeping:
+            self.tokens.update(scores.coverage.unseen)
             recording.add(placed, scores, reads)
             if self._keep_tokens is not None:
                 keep_newest(self._recordings(), self._keep_tokens)

@@ -35,6 +35,7 @@ from probemon.host.site import Site
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
+from probemon.monitor.health import Health, run_health
 from probemon.monitor.publisher import Listener, Publisher
 from probemon.monitor.result import Result, find_result
 from probemon.monitor.rules import Event, Rule, make_rules
@@ -304,6 +305,20 @@ class MonitorRun:
     def forward_seconds(self) -> deque[float]:
         """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
         return self._watcher.forward_seconds
+
+    def health(self) -> Health:
+        """Say whether this run sees what its host runs, at any time, after the block too, and from any thread.
+
+        It runs nothing: it looks at the hooks, and at what came of every token so far. See `probemon.monitor.health`.
+        """
+        return run_health(
+            self._watcher,
+            self._publisher,
+            self._failures,
+            ended=self._entered and not self._watcher.open,
+            not_numbers=self.manager.not_numbers,
+            host_changed=any(recording.host_changed for recording in list(self.recordings)),
+        )
 
     def result(self, out: Any, *, generation: int | None = None) -> Result:
         """Return the scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).

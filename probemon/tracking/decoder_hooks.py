@@ -30,12 +30,14 @@ from probemon.host.adapters import rehearsal
 from probemon.host.compiled import Bracket
 from probemon.host.internals import forget_hook_free_graphs
 from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size
+from probemon.host.placed_hooks import PlacedHook
 from probemon.host.site import Site
 from probemon.host.tap import Tap, check_states, ran_again
 from probemon.tracking.align import Forward, PlacedTokens
 from probemon.tracking.continuous_batching import ContinuousBatches
 from probemon.tracking.forward_call import read_forward
 from probemon.tracking.generation import FOLLOWING, ORDER, Generation, PendingTokens, States, ThreadState
+from probemon.tracking.hook_faults import HookFaults, find_faults
 from probemon.tracking.plain_forwards import PlainForwards, refuse_padding
 from probemon.tracking.recording import GAP, Recording
 from probemon.tracking.run_recordings import RunRecordings
@@ -89,6 +91,8 @@ class DecoderHooks:
         self.batches = ContinuousBatches(model, self.recordings.new, self.check_seen, take_stop)
         self._attached_at = 0
         self.called = False  # whether this very model ran, or its generate()
+        self.n_gaps = 0  # how often forwards were found that the taps had not seen, reported or raised
+        self._placed: list[PlacedHook] = []
 
     def attach(self, stack: ExitStack) -> None:
         """Put the hooks on until `stack` closes."""
@@ -103,17 +107,24 @@ class DecoderHooks:
             # What opens a forward comes last: another thread may be in one meanwhile.
             self._closing = self.decoder.register_forward_hook(self._bracket.unless(self._after_forward))
             stack.callback(self._closing.remove)
-            stack.callback(
-                self.decoder.register_forward_hook(self._bracket.unless(self._after_any), always_call=True).remove
-            )
+            failing = self.decoder.register_forward_hook(self._bracket.unless(self._after_any), always_call=True)
+            stack.callback(failing.remove)
             stack.enter_context(self._tap)
             if self.model is not self.decoder and self.abilities.drops_mask():
                 stack.callback(self.model.register_forward_pre_hook(refuse_padding, with_kwargs=True).remove)
-            stack.callback(
-                self.decoder.register_forward_pre_hook(
-                    self._bracket.unless(self._before_forward), with_kwargs=True
-                ).remove
+            opening = self.decoder.register_forward_pre_hook(
+                self._bracket.unless(self._before_forward), with_kwargs=True
             )
+            stack.callback(opening.remove)
+            name = type(self.decoder).__name__
+            self._placed = [
+                PlacedHook.of(f"{when} {name}", self.decoder, handle)
+                for when, handle in {
+                    "the begin of": opening,
+                    "the end of": self._closing,
+                    "the failing of": failing,
+                }.items()
+            ]
             self._bracket.shadow(stack, self, self.model, self.decoder)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -121,6 +132,10 @@ class DecoderHooks:
             "a watched model holds our hooks, so it cannot be copied, pickled or saved whole: do that outside the with"
             " block"
         )
+
+    def faults(self) -> HookFaults:
+        """Return what is wrong with the hooks now, and with the place where they are; runs nothing."""
+        return find_faults(self, self.model, self.decoder, [*self._placed, *self._tap.placed])
 
     def check_seen(self, recording: Recording, ids: Any, ids_begin: int, end: int, generation: Generation) -> None:
         """Raise, or by choice report a `Gap`, where columns before `end` have not passed the taps.
@@ -152,6 +167,7 @@ class DecoderHooks:
 
     def _report_unseen(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
         """Report a `Gap` of columns `first` to `last`, or raise where that was not asked for, or is not possible."""
+        self.n_gaps += 1
         if self._on_gap is None or not possible:
             raise AlignmentError(reason)
         self._on_gap(Gap(recording.number, first, last, reason))

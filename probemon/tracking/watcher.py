@@ -40,6 +40,7 @@ from probemon.tracking.generate_call import GenerateCall, read_call
 from probemon.tracking.generation import FOLLOWING, ORDER, FollowedCriteria, Generation
 from probemon.tracking.hand_loop import HandLoop, generate_around
 from probemon.tracking.held_streamer import HeldStreamer
+from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.recording import Recording
 from probemon.tracking.watched_threads import WatchedThreads
 
@@ -89,6 +90,7 @@ class Watcher:
         self._stop_next = False  # the next generate() is to end at its first token
         self._lock = threading.Lock()
         self._stack = ExitStack()
+        self._faults_at_end = HookFaults()
 
     @property
     def open(self) -> bool:
@@ -114,6 +116,15 @@ class Watcher:
     def called(self) -> bool:
         """Whether this very model ran, or was asked to."""
         return self._hooks.called
+
+    @property
+    def n_gaps(self) -> int:
+        """How often forwards were found that the taps had not seen, reported or raised."""
+        return self._hooks.n_gaps
+
+    def hook_faults(self) -> HookFaults:
+        """Return what is wrong with what was put on the host, or was when it was taken away; runs nothing."""
+        return self._hooks.faults() if self.open else self._faults_at_end
 
     @property
     def n_generating(self) -> int:
@@ -165,6 +176,7 @@ class Watcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _ATTACHING:
+            self._faults_at_end = self._hooks.faults()
             self._hooks.open = False
             self._stack.close()
 

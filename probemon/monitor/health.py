@@ -1,0 +1,204 @@
+"""Health: whether a monitor sees what its host runs, check by check, each with what to do where something is wrong.
+
+health = run.health()                 # at any time, from any thread; runs nothing
+health.ok                             # nothing failed
+for check in health.wrong:
+    print(check)                      # "failed, hooks: our hook at resid_post.15 was removed. Attach again, ..."
+health.as_dict()
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from probemon.core.checks import check_choice
+from probemon.monitor.delivery import SinkStats
+from probemon.monitor.failures import Failures
+from probemon.monitor.publisher import Publisher
+from probemon.tracking.hook_faults import HookFaults
+from probemon.tracking.watcher import Watcher
+
+OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
+BLIND_SHARE = 0.01  # of the tokens: where more are not scored, a check fails
+_TEXTS = 3  # of what is wrong, so many are told
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is so (`what`), whether that is well (`state`: "ok", "warning" or "failed"), and the `remedy` in a sentence,
+    "" where there is nothing to mend.
+    """
+
+    name: str
+    state: str
+    what: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("state", self.state, STATES)
+
+    def __str__(self) -> str:
+        return f"{self.state}, {self.name}: {self.what}{f'. {self.remedy}' if self.remedy else ''}"
+
+
+@dataclass(frozen=True)
+class Health:
+    """The checks, in the order in which they were made."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed; there may be warnings."""
+        return all(check.state != FAILED for check in self.checks)
+
+    @property
+    def wrong(self) -> tuple[Check, ...]:
+        """Return the checks that are not well, those that failed first."""
+        wrong = [check for check in self.checks if check.state != OK]
+        return tuple(sorted(wrong, key=lambda check: check.state != FAILED))
+
+    def with_checks(self, checks: Iterable[Check]) -> Health:
+        """Return the same with more checks after these."""
+        return Health((*self.checks, *checks))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it for JSON: `ok`, and `checks`, each with `name`, `state`, `what`, `remedy`."""
+        return {"ok": self.ok, "checks": [asdict(check) for check in self.checks]}
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.wrong)) or f"healthy: {len(self.checks)} checks"
+
+
+def run_health(
+    watcher: Watcher,
+    publisher: Publisher,
+    failures: Failures,
+    *,
+    ended: bool,
+    not_numbers: Collection[str],
+    host_changed: bool,
+) -> Health:
+    """Return the health of a run from what it knows by now. `not_numbers`: see `Scorer.not_numbers`."""
+    tokens = Counter(publisher.tokens)
+    return Health(
+        (
+            _attached(watcher, ended),
+            _hooks(watcher.hook_faults()),
+            _gaps(watcher.n_gaps, tokens.total()),
+            _tokens(watcher, tokens, not_numbers, ended),
+            _states(tokens, not_numbers),
+            _host(host_changed),
+            _callbacks(failures),
+            _sinks(publisher.sinks()),
+        )
+    )
+
+
+def state_of(n_bad: int, n_all: int) -> str:
+    """Return the state of a check that some of all tokens did not pass."""
+    return OK if not n_bad else FAILED if n_bad > BLIND_SHARE * n_all else WARNING
+
+
+def _attached(watcher: Watcher, ended: bool) -> Check:
+    name = "attached"
+    if watcher.open:
+        return Check(name, OK, f"{type(watcher.model).__name__} is watched")
+    if ended:
+        return Check(name, OK, "the run has ended, and this is what it was like")
+    return Check(name, FAILED, "nothing is watched yet", "Enter the with block of attach() before the model runs.")
+
+
+def _hooks(faults: HookFaults) -> Check:
+    remedy = "Attach again, after whatever changes the model, and leave its hooks alone inside the with block."
+    if faults.lost:
+        return Check("hooks", FAILED, _some(faults.lost), remedy)
+    if faults.doubts:
+        return Check("hooks", WARNING, _some(faults.doubts), remedy)
+    return Check("hooks", OK, f"{faults.n_hooks} hooks are where they were put")
+
+
+def _gaps(n_gaps: int, n_tokens: int) -> Check:
+    if not n_gaps:
+        return Check("gaps", OK, "no forward is known to have passed our hooks")
+    return Check(
+        "gaps",
+        state_of(n_gaps, n_tokens),
+        f"at {n_gaps:,} {'place' if n_gaps == 1 else 'places'} the host ran tokens past our hooks",
+        "Find what calls layers directly, or compiled the host before it was attached; run.gaps has the columns.",
+    )
+
+
+def _tokens(watcher: Watcher, tokens: Counter[str], not_numbers: Collection[str], ended: bool) -> Check:
+    name, n_tokens, n_forwards = "tokens", tokens.total(), len(watcher.forward_seconds)
+    if n_tokens:
+        unseen = {reason: n for reason, n in tokens.items() if reason and reason not in not_numbers}
+        n_unseen = sum(unseen.values())
+        if not n_unseen:
+            return Check(name, OK, f"{n_tokens:,} tokens were read")
+        reason = max(unseen, key=lambda reason: unseen[reason])
+        what = f"{n_unseen:,} of {n_tokens:,} tokens were not seen ({reason}: {unseen[reason]:,})"
+        return Check(name, state_of(n_unseen, n_tokens), what, "See the checks of hooks and gaps; they are not scored.")
+    if watcher.ranks is not None and not watcher.ranks.scores:
+        return Check(name, OK, f"this is rank {watcher.ranks.rank} of one model: rank 0 scores")
+    if not watcher.called:
+        what = "the model ran nothing while it was watched"
+        if not ended:
+            return Check(name, OK, what)
+        return Check(name, WARNING, what, "Attach to the very model that generates, not to a copy.")
+    if not n_forwards and not ended and (watcher.generating or watcher.recordings):
+        return Check(name, OK, "the first forward has not ended yet")
+    return Check(
+        name, FAILED, "the model ran, and none of its tokens was scored", "See what it raised, and the check of hooks."
+    )
+
+
+def _states(tokens: Counter[str], not_numbers: Collection[str]) -> Check:
+    bad = {reason: n for reason, n in tokens.items() if reason in not_numbers}
+    n_bad, n_tokens = sum(bad.values()), tokens.total()
+    if not n_bad:
+        return Check("states", OK, "no hidden state and no score was other than a number")
+    reason = max(bad, key=lambda reason: bad[reason])
+    return Check(
+        "states",
+        state_of(n_bad, n_tokens),
+        f"{n_bad:,} of {n_tokens:,} tokens cannot be scored ({reason}: {bad[reason]:,})",
+        "Check the weights of the model for values that are not finite, and its number format for overflow.",
+    )
+
+
+def _host(changed: bool) -> Check:
+    if not changed:
+        return Check("host", OK, "no weights or adapters of the host are known to have changed")
+    what = "weights or adapters of the host changed while it was watched"
+    return Check("host", WARNING, what, "Scores from before and after are not of one model: attach anew for each.")
+
+
+def _callbacks(failures: Failures) -> Check:
+    if not failures.n_errors:
+        return Check("callbacks", OK, "no action, listener or sink raised")
+    first = failures.errors[0]
+    what = f"{failures.n_errors:,} times an action, a listener or a sink raised, first {type(first).__name__}: {first}"
+    return Check("callbacks", FAILED, what, "Mend what raised; run.failures has the errors.")
+
+
+def _sinks(sinks: Sequence[SinkStats]) -> Check:
+    n_all = sum(stats.n_written + stats.n_dropped + stats.n_queued for stats in sinks)
+    n_dropped = sum(stats.n_dropped for stats in sinks)
+    for stats in sinks:
+        if stats.error is not None:
+            what = f"a sink takes nothing any more ({type(stats.error).__name__}: {stats.error})"
+            return Check("sinks", FAILED, what, "Mend the sink, or its disk, and attach again.")
+    if n_dropped:
+        what = f"{n_dropped:,} of {n_all:,} tokens were dropped before a sink that is too slow"
+        remedy = "Use a faster sink, or give add_sink more max_batches."
+        return Check("sinks", state_of(n_dropped, n_all), what, remedy)
+    return Check("sinks", OK, f"{len(sinks)} sinks took every token" if sinks else "no sinks")
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = len(texts) - _TEXTS
+    return "; ".join([*texts[:_TEXTS], *([f"and {more} more"] if more > 0 else [])])

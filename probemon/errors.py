@@ -143,7 +143,7 @@ class RequestRefused(ProbemonError, ValueError):
 
 
 class Blind(ProbemonError, RuntimeError):
-    """The server's taps do not see what its host runs: scores would be missing, or somebody else's."""
+    """Taps do not see what the host runs: scores would be missing, or somebody else's."""
 
 
 class MissingExtra(ProbemonError, ImportError):

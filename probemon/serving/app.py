@@ -24,10 +24,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from probemon.errors import Blind, MissingExtra, RequestRefused
+from probemon.errors import MissingExtra, RequestRefused
+from probemon.monitor.health import OK, Check, Health
 from probemon.serving.answering import Ending, Piece
 from probemon.serving.answers import Answers, error_chunk, error_object
-from probemon.serving.canary import Canary
+from probemon.serving.canary import ServedCanary
 from probemon.serving.event_stream import EventStream, wait_for_disconnect
 from probemon.serving.generator import Failure, Generator, Job
 from probemon.serving.guard import Guard
@@ -55,7 +56,7 @@ class _Routes:
 
     def __init__(self, served: Served, limits: Limits) -> None:
         self._served, self._limits = served, limits
-        self._canary = Canary(served)
+        self._canary = ServedCanary(served)
         self._ring, self._records = EventRing(limits), Records(limits)
         self._generator = Generator(served, self._ring, self._records, limits)
         self._pack = json.dumps(about_pack(served.manager.pack, served.name), allow_nan=False).encode()
@@ -173,14 +174,17 @@ class _Routes:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, http: HttpRequest) -> Response:
-        try:
-            async with self._looking:
-                if time.monotonic() - self._generator.counts.seen_at > _SIGHT_SECONDS:
-                    await asyncio.to_thread(self._canary.look)
+        async with self._looking:
+            age = time.monotonic() - self._generator.counts.seen_at
+            if age > _SIGHT_SECONDS:
+                health = await asyncio.to_thread(self._canary.look)
+                if health.ok:
                     self._generator.counts.note_sight()
-        except Blind as error:
-            return JSONResponse({"status": "blind", "why": str(error)}, status_code=503)
-        return JSONResponse({"status": "ready"})
+            else:
+                health = Health((Check("canary", OK, f"not asked: tokens were scored {age:.0f} seconds ago"),))
+        if health.ok:
+            return JSONResponse({"status": "ready", **health.as_dict()})
+        return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)
 
     async def _metrics(self, http: HttpRequest) -> Response:
         try:

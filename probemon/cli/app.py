@@ -27,6 +27,7 @@ from probemon.cli.calibrate import calibrate
 from probemon.cli.concepts import concepts
 from probemon.cli.deploy import deploy
 from probemon.cli.diff_analyses import diff
+from probemon.cli.doctor import doctor
 from probemon.cli.importing import importing
 from probemon.cli.inspect_pack import inspect
 from probemon.cli.packs import hierarchy, quantize
@@ -52,6 +53,7 @@ app = typer.Typer(
 # In the order in which they are met, each with what a line of 80 columns holds: the list of commands cuts the rest.
 _COMMANDS: dict[Callable[..., Any], str] = {
     watch: "Generate from MODEL and show concepts token by token.",
+    doctor: "Check that MODEL can be watched by PACK here.",
     concepts: "Show the concepts of PACK as a tree, with their thresholds.",
     inspect: "Show what is in PACK, how good it is, whether it is whole.",
     analyze: "Score every token of a corpus, and write it to a folder.",

@@ -50,6 +50,8 @@ class Watched:
                 f" {int(result.coverage.dropped.sum())} dropped"
             ),
         ]
+        health = self.watching.health
+        lines += [] if health is None else [str(check) for check in health.wrong]
         if self.audited:
             lines.append(f"audit: {result.audit}")
         return lines + self._cost_lines() + self._threshold_lines()
@@ -92,6 +94,7 @@ class Watched:
             "probes_without_threshold": int(pack.alert_threshold.isnan().sum()),
             "alert_set": pack.alert_set,
             "probes_ranked": int(without_thresholds(pack).sum()),
+            "health": None if self.watching.health is None else self.watching.health.as_dict(),
             "measured": self._measured(),
         }
 

@@ -26,6 +26,7 @@ from probemon.packs.group import AnyPack
 
 if TYPE_CHECKING:
     from probemon.monitor.delivery import Delivery
+    from probemon.monitor.health import Health
     from probemon.monitor.run import MonitorRun
 
 _STOP_ON = re.compile(r"(?P<concept>.+):(?P<above>above=)?(?P<value>[^:]*)")
@@ -51,6 +52,7 @@ class Watching:
         self.events: Sequence[Event] = ()  # of all rules, those of a deployment among them
         self.rules, self._sink = rules, sink
         self._delivery: Delivery | None = None
+        self._run: MonitorRun | None = None
 
     def prepare(self, run: MonitorRun) -> None:
         """Attach all of it to a run that has begun."""
@@ -63,7 +65,7 @@ class Watching:
             if self.interrupted:
                 run.stop_mine()
 
-        self.events = run.events
+        self.events, self._run = run.events, run
         for rule in self.rules:
             run.on(rule.probe, above=rule.above, aggregate=rule.aggregator, action=stop)
         if self._sink is not None:
@@ -73,6 +75,11 @@ class Watching:
     def interrupt(self) -> None:
         """Let the generation end at its next token; harmless in a signal handler."""
         self.interrupted = True
+
+    @property
+    def health(self) -> Health | None:
+        """Return the health of the run, None before there is one."""
+        return None if self._run is None else self._run.health()
 
     @property
     def n_dropped(self) -> int:

@@ -19,17 +19,21 @@ from probemon.packs.pack import ProbePack
 
 def check_host(pack: AnyPack, model: Any, *, strict: bool) -> None:
     """Raise `HostMismatch` where a pack cannot read this host; another checkpoint warns, or raises if `strict`."""
-    problems = [
-        text
-        for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack])
-        for text in _problems(one, model, strict)
-    ]
+    problems = host_problems(pack, model, strict=strict)
     if problems and strict:
         raise HostMismatch(
             f"{'; '.join(problems)}. Load the model the pack was made for, or attach without strict=True"
         )
     for problem in problems:
         warnings.warn(problem, UserWarning, stacklevel=4)
+
+
+def host_problems(pack: AnyPack, model: Any, *, strict: bool) -> list[str]:
+    """Return why scores of a pack may mean nothing on this host; `strict`: also that it is unknown. Raises
+    `HostMismatch` where the pack cannot read it.
+    """
+    packs = pack.packs.values() if isinstance(pack, PackGroup) else [pack]
+    return [text for one in packs for text in _problems(one, model, strict)]
 
 
 def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:

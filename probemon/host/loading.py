@@ -12,6 +12,7 @@ from typing import Any
 from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import ConfigError
 
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _MARKER = "config.json"  # a folder that holds one is taken for a model
 
 
@@ -26,30 +27,30 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
 
     import probemon.models.ltm  # noqa: F401  # the automatic classes know it then, in every process that loads a host
 
-    kinds: dict[str, Any] = {
-        "auto": "auto",
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float32": torch.float32,
-    }
-    if dtype not in kinds:
-        raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(kinds)}")
+    check_dtype(dtype)
+    kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     logging.disable_progress_bar()
     _check_name(name)
     if name == "demo":
         from probemon.bundled import load_bundled
 
-        model, tokenizer = load_bundled(torch.bfloat16 if dtype == "auto" else kinds[dtype], say=say)
+        model, tokenizer = load_bundled(torch.bfloat16 if dtype == "auto" else kind, say=say)
         return model.to(device), tokenizer
     only_cached = not Path(name).is_dir() and not _hub_answers(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=only_cached)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kinds[dtype], local_files_only=only_cached)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, local_files_only=only_cached)
         return model.eval().to(torch.device(device)), tokenizer
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
         where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(f"{name!r} is {where} and cannot be loaded: {first_line}{_hint(name)}") from error
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise `ConfigError` for what is no number format that a host can be loaded in."""
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
 
 
 def _check_name(name: str) -> None:

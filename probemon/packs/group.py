@@ -186,18 +186,25 @@ def open_packs(wanted: Sequence[str], alert_set: str | None = None) -> AnyPack:
     """Open packs by folder or hub name, for the commands. One is itself; several are a group, named as their packs say,
     or NAME in "NAME=folder". With `alert_set` that one is in force. Raises `ConfigError`, `PackError`.
     """
-    if alert_set is not None:
-        return open_packs(wanted).with_alert_set(alert_set)
-    if len(wanted) == 1:
-        return ProbePack.from_pretrained(wanted[0])
-    named: list[tuple[str, ProbePack]] = []
-    for text in wanted:
-        name, equals, folder = text.partition("=")
-        is_named = equals and not Path(text).is_dir()  # a folder's own name may have one
-        pack = ProbePack.from_pretrained(folder if is_named else text)
-        named.append((name if is_named else pack.name, pack))
-    _check_names([name for name, _ in named])
-    return PackGroup(dict(named))
+    return join_packs([open_one(text, alone=len(wanted) == 1) for text in wanted], alert_set)
+
+
+def open_one(text: str, *, alone: bool, verify: bool = False) -> tuple[str, ProbePack]:
+    """Return what a pack is called among several, and the pack, of "folder" or, unless it is `alone`, "NAME=folder"."""
+    name, equals, folder = text.partition("=")
+    is_named = equals and not alone and not Path(text).is_dir()  # a folder's own name may have one
+    pack = ProbePack.from_pretrained(folder if is_named else text, verify=verify)
+    return name if is_named else pack.name, pack
+
+
+def join_packs(named: Sequence[tuple[str, ProbePack]], alert_set: str | None = None) -> AnyPack:
+    """Return one pack itself, of several the group; with `alert_set` that one is in force. Raises `ConfigError`."""
+    if len(named) == 1:
+        joined: AnyPack = named[0][1]
+    else:
+        _check_names([name for name, _ in named])
+        joined = PackGroup(dict(named))
+    return joined if alert_set is None else joined.with_alert_set(alert_set)
 
 
 def _checked(packs: Sequence[ProbePack]) -> Sequence[ProbePack]:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from arrangements import tokenizer
-from conftest import make_pack
+from conftest import make_model, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
@@ -405,3 +405,27 @@ def test_ctrl_c_shows_the_summary_so_far_and_ends_with_130(tmp_path, interruptib
     assert "interrupted: what came until then stands above" in lines
     written = (tmp_path / "scores.jsonl").read_text().splitlines()
     assert len(written) == answer["tokens"] - 1
+
+
+def test_a_watch_that_was_blind_says_so_at_its_end_and_one_that_saw_says_nothing(tmp_path, monkeypatch, capsys):
+    def watched(host):
+        monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: (host, tokenizer()))
+        arguments = ["--prompt", "w1 w44 w3", "--max-new-tokens", "6", "--json", "--plain"]
+        monkeypatch.setattr(sys, "argv", ["probemon", "watch", "tiny", str(tmp_path / "pack"), *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        out, error = capsys.readouterr()
+        lines = [line for line in error.splitlines() if line.startswith(("failed, ", "warning, "))]
+        return lines, json.loads(out)["health"]
+
+    host = make_model()
+    make_pack(tmp_path / "pack", host)
+    lines, health = watched(host)
+    assert lines == [] and health["ok"] and len(health["checks"]) == 8
+    # Seen once, then no longer: weights that overflow in the middle of a generation.
+    host.model.layers[0].register_forward_hook(
+        lambda module, args, output: output if output.shape[1] > 1 else output * float("nan")
+    )
+    lines, health = watched(host)
+    assert len(lines) == 1 and "5 of 8 tokens cannot be scored (hidden state is not finite: 5)" in lines[0]
+    assert not health["ok"]

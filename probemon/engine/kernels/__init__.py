@@ -81,6 +81,19 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     return impl
 
 
+def cache_folder(impl: str) -> str | None:
+    """Return where a kernel's compiled code is kept from one start to the next; None where nothing is compiled."""
+    if impl == "numba":
+        from probemon.engine.kernels.numba_compiled import score_pairs
+
+        return str(score_pairs.stats.cache_path)
+    if impl == "triton":
+        from triton import knobs
+
+        return str(knobs.cache.dir)
+    return None
+
+
 def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
     """Return scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import typer
 
-from arrangements import tokenizer
 from conftest import make_model, make_pack
+from corpora import make_tokenizer
 from probemon.cli import app as cli
 from probemon.engine import kernels
 
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory):
     """A folder with a tiny host, one with a pack for it, and one with a pack for another of its shape."""
     folder, model = tmp_path_factory.mktemp("tiny"), make_model()
     model.save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
     make_pack(folder / "pack", model)
     make_pack(folder / "other", make_model(seed=1), name="other", sites=("resid_post.2",))
     return folder
@@ -110,7 +110,7 @@ def test_weights_that_are_no_numbers_are_found_before_and_by_the_canary(doctor, 
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
     code, answer, _ = doctor(tmp_path / "model", tiny / "pack")
     failed = by_state(answer, "failed")
     assert code == 1 and failed.keys() == {"model", "canary"}

@@ -125,6 +125,7 @@ def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_pat
     answer, lines = json.loads(out), error.splitlines()
     *run, last = answer["per_token"]
     assert last["reading"] == [] and len(run) == 5
+    assert {check["state"] for check in answer["health"]["checks"]} == {"ok"}
     n_tokens = 0
     for entry in run:
         (reading,) = entry["reading"]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from arrangements import tokenizer
 from conftest import make_model, make_pack
+from corpora import make_tokenizer
 from monitor.test_state_probes import pack_for
 from oracle import states
 from probemon import DynamicProbeManager
@@ -27,7 +27,7 @@ def manager(tmp_path, host):
 
 
 def test_scores_of_a_song_are_those_of_one_plain_forward(manager, host):
-    canary = Canary(manager, host, tokenizer(), n_tokens=5)
+    canary = Canary(manager, host, make_tokenizer(), n_tokens=5)
     song = canary.sing()
     everything = manager.score_all(states(host, manager.pack, song.out[0, :-1].tolist())).numpy()
     assert len(song.scores) == song.out.shape[1] - 1 > 5 and len(song.scores.values) > len(song.scores)
@@ -39,12 +39,12 @@ def test_scores_of_a_song_are_those_of_one_plain_forward(manager, host):
 @pytest.mark.parametrize("site", ["ssm_state.0", "delta.1"])
 def test_recurrent_sites_are_compared_too(tmp_path, site):
     host = make_host("mamba")
-    canary = Canary(DynamicProbeManager(pack_for(tmp_path, host, site)), host, tokenizer(), pad_token_id=0)
+    canary = Canary(DynamicProbeManager(pack_for(tmp_path, host, site)), host, make_tokenizer(), pad_token_id=0)
     assert canary.compare(canary.sing()) < 1e-6
 
 
 def test_another_text_or_other_states_without_us_are_heard(manager, host):
-    canary = Canary(manager, host, tokenizer(), n_tokens=5)
+    canary = Canary(manager, host, make_tokenizer(), n_tokens=5)
     song = canary.sing()
     handle = host.model.layers[2].mlp.register_forward_hook(lambda module, args, output: output.roll(1, -1))
     with pytest.raises(Blind, match=r"scores are .* off those of an unwatched run|other tokens"):
@@ -59,7 +59,7 @@ def test_another_text_or_other_states_without_us_are_heard(manager, host):
 
 
 def test_scores_by_a_little_others_are_heard(manager, host):
-    song = Canary(manager, host, tokenizer()).sing()
+    song = Canary(manager, host, make_tokenizer()).sing()
     moved = song.scores.take(np.arange(len(song.scores)))
     moved.values[-1] += 0.01
     assert differ(moved, song.scores).startswith("the canary's scores are others, by 0.01")
@@ -70,4 +70,4 @@ def test_a_song_that_is_not_seen_says_why(manager, host):
     with torch.no_grad():
         host.model.embed_tokens.weight.fill_(float("nan"))
     with pytest.warns(UserWarning, match="weights are others"), pytest.raises(Blind, match="is not finite"):
-        Canary(manager, host, tokenizer()).sing()
+        Canary(manager, host, make_tokenizer()).sing()

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from conftest import HIDDEN, LAYERS, OLDEST, PAD, make_model
+from probemon.core.shadow import shadow
 from probemon.host import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -50,6 +51,34 @@ def test_wrapper_of_torch_compile_is_taken_off(model):
     assert internals.uncompiled(torch.compile(model)) is internals.uncompiled(model) is model, (
         "torch.compile's wrapper: no _orig_mod"
     )
+
+
+def test_a_hook_is_found_while_it_is_there_with_those_that_run_after_it():
+    layer, run = nn.Linear(2, 2), []
+    handles = [layer.register_forward_hook(lambda *args, n=n: run.append(n)) for n in range(3)]
+    before = layer.register_forward_pre_hook(run.append)
+    first = layer.register_forward_hook(lambda *args: run.append("first"), prepend=True)
+    assert internals.hook_of(layer, before) == run.append
+    for hook in internals.hooks_after(layer, handles[0]):
+        hook()
+    assert run == [1, 2] and len(internals.hooks_after(layer, first)) == 3
+    handles[0].remove()
+    assert internals.hook_of(layer, handles[0]) is None and internals.hooks_after(layer, handles[0]) == []
+
+
+@pytest.mark.parametrize("name", ["_call_impl", "forward", internals.COMPILED_CALL])
+def test_what_a_call_goes_through_is_known_under_shadows(name, stack, owner):
+    layer = nn.Linear(2, 2)
+    before = internals.own_methods(layer)
+    setattr(layer, name, lambda *args: torch.zeros(1))
+    changed = internals.own_methods(layer)
+    assert {key for key in before if before[key] is not changed[key]} == {name}
+    assert torch.equal(layer(torch.ones(1, 2)), torch.zeros(1)), "a call does not go through it"
+    shadow(stack, owner, layer, name, lambda original, *args: original(*args))
+    assert internals.own_methods(layer) == changed
+    if name != "_call_impl":
+        layer.compile(backend="eager")
+        assert internals.own_methods(layer)[internals.COMPILED_CALL] is not changed[internals.COMPILED_CALL]
 
 
 @pytest.mark.parametrize("name", [internals.COMPILED_CALL, "forward"])

@@ -133,6 +133,11 @@ def own_methods(module: nn.Module) -> dict[str, Any]:
     """
     names = ("_call_impl", "forward", COMPILED_CALL)
     own = {name: unshadowed(vars(module).get(name)) for name in names}
+    # Who puts a method back leaves it bound on the instance, where it is what the class has.
+    own = {
+        name: getattr(method, "__func__", method) if getattr(method, "__self__", None) is module else method
+        for name, method in own.items()
+    }
     return {name: getattr(type(module), name, None) if method is None else method for name, method in own.items()}
 
 

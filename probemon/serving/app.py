@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -25,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from probemon.errors import MissingExtra, RequestRefused
-from probemon.monitor.health import OK, Check, Health
+from probemon.monitor.health import Health
 from probemon.serving.answering import Ending, Piece
 from probemon.serving.answers import Answers, error_chunk, error_object
 from probemon.serving.canary import ServedCanary
@@ -42,7 +43,7 @@ from probemon.serving.served import Served
 from probemon.serving.subscribers import EventRing
 from probemon.serving.token_objects import about_pack
 
-_SIGHT_SECONDS = 30.0  # for so long it counts as seeing that tokens were scored
+_SIGHT_SECONDS = 30.0  # for so long the canary's word counts
 
 
 def make_app(served: Served, limits: Limits, *, token: str | None, hosts: Collection[str]) -> Guard:
@@ -61,7 +62,7 @@ class _Routes:
         self._generator = Generator(served, self._ring, self._records, limits)
         self._pack = json.dumps(about_pack(served.manager.pack, served.name), allow_nan=False).encode()
         self._page, self._created = page_files(), int(time.time())
-        self._looking = asyncio.Lock()
+        self._looking, self._looked_at, self._health = asyncio.Lock(), -math.inf, Health(())
 
     def app(self) -> Starlette:
         """Return the application of these routes."""
@@ -175,13 +176,10 @@ class _Routes:
 
     async def _ready(self, http: HttpRequest) -> Response:
         async with self._looking:
-            age = time.monotonic() - self._generator.counts.seen_at
-            if age > _SIGHT_SECONDS:
-                health = await asyncio.to_thread(self._canary.look)
-                if health.ok:
-                    self._generator.counts.note_sight()
-            else:
-                health = Health((Check("canary", OK, f"not asked: tokens were scored {age:.0f} seconds ago"),))
+            # Answers that have scores are no proof: they may be those of other weights.
+            if not self._health.ok or time.monotonic() - self._looked_at > _SIGHT_SECONDS:
+                self._health, self._looked_at = await asyncio.to_thread(self._canary.look), time.monotonic()
+            health = self._health
         if health.ok:
             return JSONResponse({"status": "ready", **health.as_dict()})
         return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)

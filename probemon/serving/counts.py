@@ -7,9 +7,7 @@ counts.ended("answered", seconds=1.5)
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections import Counter
 
 from probemon.serving.answering import Ending
@@ -21,7 +19,6 @@ class Counts:
     def __init__(self) -> None:
         self.requests, self.answers, self.tokens = Counter[str](), Counter[str](), Counter[str]()
         self.seconds = 0.0  # that requests took, over all that ended
-        self.seen_at = -math.inf  # by time.monotonic(): when tokens were last scored
         self._lock = threading.Lock()
 
     @property
@@ -34,10 +31,6 @@ class Counts:
         with self._lock:
             self.answers[ending.finish_reason] += 1
             self.tokens.update(prompt=n_prompt_tokens, generated=ending.n_tokens, unseen=ending.n_unseen)
-
-    def note_sight(self) -> None:
-        """Note that tokens were scored just now."""
-        self.seen_at = time.monotonic()
 
     def ended(self, outcome: str, seconds: float) -> None:
         """Count a request."""

@@ -40,11 +40,11 @@ class Failure:
 class Job:
     """One request on its way. `id`: also of the answer and of permanent links; `created`: in seconds since 1970."""
 
-    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records, counts: Counts) -> None:
+    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records) -> None:
         request = prepared.request
         self.id, self.created = _PREFIX[request.kind] + secrets.token_hex(12), int(time.time())
         self.prepared, self.outbox = prepared, outbox
-        self._ring, self._records, self._counts = ring, records, counts
+        self._ring, self._records = ring, records
         self._n_bytes = 0  # of what was noted and not sent
         asked: dict[str, Any] = (
             {"messages": list(request.messages)}
@@ -81,8 +81,6 @@ class Job:
                 self._records.add(self._record, to, entry, len(text))
                 self._ring.publish(kind, f'{{"request": "{self.id}", {text[1:]}')
                 self._n_bytes += len(text)
-        if any(token["unseen"] is None for token in tokens):
-            self._counts.note_sight()
 
     def send(self, piece: Piece) -> None:
         """Tell the client. Raises `Stalled`."""
@@ -158,7 +156,7 @@ class Generator:
                     status=429,
                     code="queue_full",
                 )
-            job = Job(prepared, outbox, self._ring, self._records, self.counts)
+            job = Job(prepared, outbox, self._ring, self._records)
             self._waiting.append(job)
             self._changed.notify()
         return job

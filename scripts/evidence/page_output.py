@@ -4,7 +4,8 @@ python scripts/evidence/page_output.py                            # renews the o
 python scripts/evidence/page_output.py README.md docs/rules.md    # of some
 python scripts/evidence/page_output.py --check                    # changes nothing; status 1 where one would change
 
-A page's `python` and `sh` blocks run in their order, in a folder of the page's own that holds nothing but `probes` and `examples`.
+A page's `python` and `sh` blocks run in their order, in a folder of the page's own that holds nothing but `probes` and
+`examples`.
 A `text` block right under one is what it prints on standard output. `<!-- not run -->` over a block leaves it out.
 Lines of an `sh` block are commands of probemon; they run in this process, which has loaded the demo model once.
 

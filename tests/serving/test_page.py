@@ -82,9 +82,19 @@ def test_a_link_to_a_token_and_a_concept_shows_that_and_the_concept_alone(page_b
     for indices, kinds, _ in shown(page):
         coloured = any(re.fullmatch(r"h\d", kind) for kind in kinds)
         assert coloured == any(c in known["tokens"][i]["fired"] for i in indices)
-    page.go("#answer=gone")
-    page.until("!document.getElementById('gone').hidden")
-    assert "is not kept" in page("document.getElementById('gone').textContent")
+    for place, words in (
+        (f"#answer={name}&choice=9", "leads to answer 10 of a request that has 1 answer."),
+        (f"#answer={name}&token=9999", "leads to token 9999, which is not in this answer."),
+        (f"#answer={name}&concept=no%20such", "leads to the concept no such, which is not in the pack"),
+        ("#answer=gone", "is not kept"),
+    ):
+        page.go(place)
+        page.until("!document.getElementById('gone').hidden")
+        page.until(f"document.getElementById('gone').textContent.includes({json.dumps(words)})")
+        there = "token" in place or "concept" in place
+        assert page("document.getElementById('answer-panel').hidden") != there
+    page.go(f"#answer={name}")
+    page.until("document.getElementById('gone').hidden && !document.getElementById('answer-panel').hidden")
     assert len(page_browser.complaints) == 1 and "404" in page_browser.complaints[0]  # the browser's own words
     page_browser.complaints.clear()
 
@@ -129,6 +139,23 @@ def test_tokens_lanes_and_tree_are_walked_by_keys_and_lanes_by_pointer(page_brow
     page.press("ArrowDown")
     page.press("Enter")
     assert "&concept=c" in page("location.hash") and page("document.activeElement.row.depth") >= 1
+
+
+def test_keys_keep_their_place_in_lists_that_are_drawn_anew(page_browser, page_server):
+    names = [ask(page_server, text) for text in ("one", "two")]
+    page = visit(page_browser, page_server, f"#answer={names[0]}")
+    page.until(ENDED)
+    page(f"document.querySelector('#runs a[href=\"#answer={names[1]}\"]').focus()")
+    page.press("Enter")
+    page.until(
+        f"location.hash === '#answer={names[1]}' && document.activeElement.getAttribute('aria-current') === 'true'"
+    )
+    ask(page_server, "three")
+    page.until("document.getElementById('runs').textContent.includes('three')")
+    assert page("document.activeElement.getAttribute('href')") == f"#answer={names[1]}"
+    page("document.querySelector('#now-rows .since').focus()")
+    page.press("Enter")
+    assert "&token=" in page("location.hash") and page("document.activeElement.className") == "since"
 
 
 def test_a_run_is_saved_opened_again_and_replayed_to_any_token(page_browser, page_server, tmp_path):
@@ -191,6 +218,20 @@ def test_a_rule_of_the_form_stops_the_answer_at_its_token_and_its_event_is_liste
     assert page("location.hash").endswith(f"&token={tokens[at]['position']}")
     page.click("document.querySelector('#rules button')")
     assert page("localStorage.getItem('probemon-rules')") == "[]"
+
+
+def test_rules_that_were_kept_are_read_with_what_they_leave_out_and_without_what_is_none(page_browser, page_server):
+    page = visit(page_browser, page_server)
+    kept = [{"concept": "c1"}, {"concept": "c2", "above": 0.5, "for_tokens": 2, "action": "stop"}]
+    kept += [None, {"concept": "c3", "above": "x"}, {"concept": "c4", "action": "shout"}, {"above": 0.5}]
+    page(f"localStorage.setItem('probemon-rules', {json.dumps(json.dumps(kept))})")
+    page("document.documentElement.dataset.ready = 'no more'")
+    page.call("Page.reload")
+    page.until(READY)
+    page.until("document.querySelector('#rules li') !== null")
+    page("localStorage.clear()")
+    told = page("[...document.querySelectorAll('#rules bdi')].map((n) => n.textContent)")
+    assert told == ["Tell when c1 is over its threshold", "Stop when c2 is over 0.5 for 2 tokens"]
 
 
 def test_what_the_server_refuses_is_told_in_its_words_and_the_question_is_kept(page_browser, page_server):

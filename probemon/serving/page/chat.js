@@ -2,8 +2,10 @@
 
 import { $, el } from "./elements.js";
 import { ask } from "./api.js";
+import { refill } from "./focus.js";
 import { clip, harmless } from "./harmless.js";
 import { hashOf, NOWHERE } from "./link.js";
+import { choiceIsMissing, whatIsMissing } from "./missing.js";
 import { asked } from "./rules.js";
 import { endingOf } from "./runs.js";
 import { answerOf, isRunning } from "./state.js";
@@ -39,6 +41,7 @@ function drawMessages(app, run) {
   const key = JSON.stringify([run?.id ?? null, messages, app.state.runs.size]);
   if (box.key === key) return;
   box.key = key;
+  if (box.contains(document.activeElement)) $("thread").focus({ preventScroll: true }); // its link has led elsewhere
   box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages }, message, i)));
 }
 
@@ -61,10 +64,8 @@ export function drawChat(app, view) {
   const pending = app.asking !== null && app.asking.id === null;
   const atEnd = thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
   $("empty").hidden = run !== null || pending;
-  $("gone").hidden = app.gone === null;
-  $("gone").textContent = app.gone ?? "";
   drawMessages(app, run);
-  $("answer-panel").hidden = view === null && run === null && !pending;
+  $("answer-panel").hidden = !pending && (run === null || choiceIsMissing(app));
   $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !view?.choice.tokens.length));
   $("answer-wait").textContent = pending ? "Waiting for its turn" : "Reading the prompt";
   const arrived = $("answer").run !== run || $("answer").choice !== view?.choice || (pending && !$("answer").pending);
@@ -80,7 +81,9 @@ export function drawChat(app, view) {
   }
   drawFoot(app, run, view, pending);
   drawChoices(app, run);
-  if (arrived) scrollTo(app, run, view);
+  const appeared = drawGone(app, pending ? "" : (app.gone ?? whatIsMissing(app, view)));
+  if (appeared) $("gone").scrollIntoView({ block: "center" });
+  else if (arrived) scrollTo(app, run, view);
   else if (atEnd && app.follow && run !== null && isRunning(run) && app.hoverAt === null)
     thread.scrollTop = thread.scrollHeight;
   $("newest").hidden =
@@ -89,13 +92,26 @@ export function drawChat(app, view) {
   drawComposer(app, run);
 }
 
+/** Say what cannot be shown; return whether it was not said before. */
+function drawGone(app, words) {
+  const box = $("gone");
+  box.hidden = !words;
+  if (box.words === words) return false;
+  box.words = words;
+  const first =
+    choiceIsMissing(app) && el("a", { href: hashOf({ ...NOWHERE, answer: app.place.answer }) }, "Show the first");
+  box.replaceChildren(words, ...(words && first ? [" ", first] : []));
+  return words !== "";
+}
+
 function drawFoot(app, run, view, pending) {
   const running = run !== null && isRunning(run);
   const ending = run === null || pending ? "" : endingOf(run, view?.i ?? 0);
   $("answer-state").textContent = pending || run === null ? "" : running && !ending ? "answering" : ending;
   $("answer-state").className =
     `state ${run?.error !== null && run !== null ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
-  $("answer-coverage").textContent = view === null || pending ? "" : coverageOf(view);
+  const before = run?.before ? `Of the server before, watched by ${clip(run.pack.pack, 60)} · ` : "";
+  $("answer-coverage").textContent = view === null || pending ? "" : before + coverageOf(view);
   const unlike = view?.choice.summary?.unlike;
   $("answer-unlike").hidden = !unlike || pending;
   $("answer-unlike").textContent = unlike ? clip(unlike, 300) : "";
@@ -108,12 +124,14 @@ function drawChoices(app, run) {
   if (box.key === key) return;
   box.key = key;
   box.hidden = n < 2;
-  box.replaceChildren(
+  refill(
+    box,
     ...Array.from({ length: n }, (_, i) =>
       el(
         "a",
         {
           href: hashOf({ ...NOWHERE, answer: run.id, choice: i }),
+          "data-stop": `${run.id} ${i}`,
           "aria-current": i === app.place.choice ? "true" : undefined,
         },
         `${i + 1}`,
@@ -122,13 +140,15 @@ function drawChoices(app, run) {
   );
 }
 
+/** Whether what is asked next goes on with a conversation: what is of a file does not. */
+const goesOn = (run) => run !== null && run.kind === "chat" && (!run.pack || run.before === true);
+
 function drawComposer(app, run) {
   const busy = app.asking !== null;
-  const goesOn = run !== null && run.kind === "chat" && !run.pack;
   $("send").textContent = busy ? "Stop" : "Send";
   $("send").className = busy ? "stop" : "primary";
   $("new").hidden = run === null;
-  $("ask").placeholder = goesOn ? "Ask something more" : "Ask something";
+  $("ask").placeholder = goesOn(run) ? "Ask something more" : "Ask something";
 }
 
 /** Ask for an answer to the conversation that is shown and what was typed. */
@@ -141,7 +161,7 @@ async function send(app) {
     return;
   }
   const before =
-    run !== null && run.kind === "chat" && !run.pack && run.messages !== null
+    goesOn(run) && run.messages !== null
       ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }]
       : [];
   const messages = [...before, { role: "user", content: typed }];

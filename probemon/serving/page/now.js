@@ -3,6 +3,7 @@
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
 import { foremost, tint } from "./digest.js";
+import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
 import { above, inOneLine, nameOf, quoted, right, strengthOf } from "./said.js";
 import { hueOf } from "./tokens.js";
@@ -32,6 +33,7 @@ function row(app, view, at) {
       {
         class: "concept",
         type: "button",
+        "data-stop": `concept ${at.c}`,
         "aria-pressed": String(view.concept === at.c),
         title: inOneLine(pack, at),
         click: () => app.choose(at.c),
@@ -44,7 +46,7 @@ function row(app, view, at) {
     el("span", { class: "more" }, [above(pack, at.c), right(pack, at.c)].filter(Boolean).join(" · ")),
     el(
       "button",
-      { class: "since", type: "button", click: () => app.pin(known.first) },
+      { class: "since", type: "button", "data-stop": `from ${at.c}`, click: () => app.pin(known.first) },
       known.first === view.at ? "begins here" : `since ${quoted(first)} ${first.position}`,
     ),
   );
@@ -55,13 +57,24 @@ function wholeRow(app, view, { c, n, nLead, peak, peakAt, first }) {
   const { pack, choice, digest } = view;
   const mark = digest.marks.get(c);
   const strength = peak > -Infinity ? peak : null;
-  const link = (i, words) => el("button", { class: "since", type: "button", click: () => app.pin(i) }, words);
+  const link = (stop, i) =>
+    el(
+      "button",
+      { class: "since", type: "button", "data-stop": `${stop} ${c}`, click: () => app.pin(i) },
+      `${stop} ${quoted(choice.tokens[i])} ${choice.tokens[i].position}`,
+    );
   return el(
     "li",
     { class: `leader h${hueOf(mark)} t${tint(strength)}` },
     el(
       "button",
-      { class: "concept", type: "button", "aria-pressed": String(view.concept === c), click: () => app.choose(c) },
+      {
+        class: "concept",
+        type: "button",
+        "data-stop": `concept ${c}`,
+        "aria-pressed": String(view.concept === c),
+        click: () => app.choose(c),
+      },
       badge(mark),
       el("bdi", {}, nameOf(pack, c)),
     ),
@@ -72,10 +85,8 @@ function wholeRow(app, view, { c, n, nLead, peak, peakAt, first }) {
       "span",
       { class: "more where" },
       `leads at ${nLead} of ${plural(n, "token")}, `,
-      link(first, `from ${quoted(choice.tokens[first])} ${choice.tokens[first].position}`),
-      ...(peakAt === first
-        ? []
-        : [", ", link(peakAt, `strongest at ${quoted(choice.tokens[peakAt])} ${choice.tokens[peakAt].position}`)]),
+      link("from", first),
+      ...(peakAt === first ? [] : [", ", link("strongest at", peakAt)]),
     ),
   );
 }
@@ -84,7 +95,8 @@ function drawWhole(app, view) {
   const all = foremost(view.digest);
   $("now-what").textContent = "in the whole answer";
   $("unpin").hidden = view.concept === null;
-  $("now-rows").replaceChildren(
+  refill(
+    $("now-rows"),
     ...all.slice(0, ROWS - 1).map((found) => wholeRow(app, view, found)),
     ...(all.length
       ? []
@@ -145,7 +157,7 @@ export function drawNow(app, view) {
   }
   if (leading.length > ROWS)
     rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")} at this token`));
-  $("now-rows").replaceChildren(...rows);
+  refill($("now-rows"), ...rows);
   $("now-last").replaceChildren(...lastFired(app, view));
 }
 

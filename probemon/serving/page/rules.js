@@ -8,10 +8,19 @@ import { quoted } from "./said.js";
 const NAME = "probemon-rules";
 const OFFERED = 40;
 
+const isRule = ({ concept, above, for_tokens, aggregate, action }) =>
+  typeof concept === "string" &&
+  (above === null || Number.isFinite(above)) &&
+  Number.isInteger(for_tokens) &&
+  (aggregate === null || typeof aggregate === "string") &&
+  ["tell", "stop"].includes(action);
+
+/** The rules that were kept. What one leaves out is as the server takes it; what is no rule is left out. */
 export function loadRules() {
   try {
-    const rules = JSON.parse(localStorage.getItem(NAME) ?? "[]");
-    return Array.isArray(rules) ? rules.filter(({ concept }) => typeof concept === "string") : [];
+    return JSON.parse(localStorage.getItem(NAME) ?? "[]")
+      .map((rule) => ({ above: null, for_tokens: 1, aggregate: null, action: "tell", ...rule }))
+      .filter(isRule);
   } catch {
     return [];
   }
@@ -36,6 +45,10 @@ function change(app, rules) {
 
 export function drawRules(app, view) {
   const list = $("rules");
+  if (list.pack !== app.state.pack) {
+    list.pack = app.state.pack;
+    offer(app);
+  }
   const key = JSON.stringify(app.rules);
   if (list.key !== key) {
     list.key = key;
@@ -113,7 +126,11 @@ function drawEvents(app, view) {
 function offer(app) {
   const typed = $("rule-concept").value.trim().toLowerCase();
   const { pack } = app.state;
-  if (pack === null) return;
+  if (pack === null) {
+    $("rule-concepts").replaceChildren();
+    $("rule-above").placeholder = "its own";
+    return;
+  }
   const found = pack.concepts
     .filter(({ id, name }) => id.toLowerCase().includes(typed) || name.toLowerCase().includes(typed))
     .slice(0, OFFERED);

@@ -1,6 +1,7 @@
 // The list of requests that the server knows of, its own and those of other clients.
 
 import { $, el } from "./elements.js";
+import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
 import { hashOf, NOWHERE } from "./link.js";
 import { isRunning, newestFirst } from "./state.js";
@@ -35,7 +36,7 @@ export function endingOf(run, i = 0) {
       cancelled: "cancelled",
       content_filter: "stopped: what could not be judged is withheld",
       error: "failed",
-    }[finish] ?? (finish === null ? "" : clip(finish, 60))
+    }[finish] ?? (finish !== null ? clip(finish, 60) : run.pack ? "its end did not reach this page" : "")
   );
 }
 
@@ -50,6 +51,7 @@ export function drawRuns(app) {
       run,
       more: [
         run.created ? clock(run.created) : "saved",
+        run.before ? "of the server before" : "",
         isRunning(run) ? "running" : "",
         run.error !== null ? "failed" : "",
         nEvents ? `${nEvents} ${nEvents === 1 ? "event" : "events"}` : "",
@@ -62,7 +64,8 @@ export function drawRuns(app) {
   $("runs-count").textContent = String(runs.length);
   if (box.key === key) return;
   box.key = key;
-  box.replaceChildren(
+  refill(
+    box,
     ...told.map(({ run, more }) =>
       el(
         "li",
@@ -71,6 +74,7 @@ export function drawRuns(app) {
           "a",
           {
             href: hashOf({ ...NOWHERE, answer: run.id }),
+            "data-stop": run.id,
             "aria-current": run.id === app.place.answer ? "true" : undefined,
           },
           el("bdi", {}, askedOf(run)),

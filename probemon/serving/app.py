@@ -59,6 +59,7 @@ class _Routes:
         self._served, self._limits = served, limits
         self._canary = ServedCanary(served)
         self._ring, self._records = EventRing(limits), Records(limits)
+        self._by_boot = {"probemon-boot": self._ring.boot}  # concepts are numbered by this server's pack alone
         self._generator = Generator(served, self._ring, self._records, limits)
         self._pack = json.dumps(about_pack(served.manager.pack, served.name), allow_nan=False).encode()
         self._page, self._created = page_files(), int(time.time())
@@ -132,7 +133,7 @@ class _Routes:
     # -- the page's ------------------------------------------------------------------------------
 
     async def _about_pack(self, http: HttpRequest) -> Response:
-        return Response(self._pack, media_type="application/json")
+        return Response(self._pack, media_type="application/json", headers=self._by_boot)
 
     async def _events(self, http: HttpRequest) -> Any:
         given = http.headers.get("last-event-id")
@@ -148,7 +149,7 @@ class _Routes:
         return {"n_running": self._generator.n_running, "n_waiting": self._generator.n_waiting}
 
     async def _list_requests(self, http: HttpRequest) -> Response:
-        return JSONResponse({"requests": self._records.list()})
+        return JSONResponse({"requests": self._records.list()}, headers=self._by_boot)
 
     async def _request(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
@@ -160,7 +161,7 @@ class _Routes:
                 status=404,
                 code="request_forgotten",
             )
-        return Response(content, media_type="application/json")
+        return Response(content, media_type="application/json", headers=self._by_boot)
 
     async def _file(self, http: HttpRequest) -> Response:
         name = http.path_params.get("name", "index.html")

@@ -11,7 +11,7 @@ import pytest
 
 from cut_proxy import CutProxy
 from running_server import Running
-from served_page import ENDED, READY, ask, assert_shows, held, record, shown, visit
+from served_page import ENDED, READY, ask, assert_shows, held, record, server_with, shown, visit
 
 
 def test_without_the_token_a_page_asks_for_it_and_goes_on(page_browser, page_server):
@@ -91,6 +91,98 @@ def test_a_page_whose_connection_is_cut_comes_back_and_misses_nothing(page_brows
         page_browser.close_pages()
     assert all("ERR_" in line for line in page_browser.complaints)  # the browser's own words on what was cut
     page_browser.complaints.clear()
+
+
+NAMES_SHOWN = "[...document.querySelectorAll('#now-rows bdi, #lanes bdi, #tree bdi')].map((n) => n.textContent)"
+
+
+def test_a_page_open_across_a_restart_names_concepts_by_the_pack_of_each_answers_server(
+    page_browser, page_server, tmp_path
+):
+    """The new server has more concepts, and the same ids for others; its events have the ids that the old one's had."""
+    new = server_with(tmp_path / "new", [f"zebra {i}" for i in range(60)])
+    try:
+        with CutProxy(page_server.port) as proxy:
+            page = visit(page_browser, page_server, port=proxy.port)
+            old = ask(page_server, "before", 30)
+            page.until(f"location.hash === '#answer={old}'")
+            page.until(ENDED)
+            page("document.getElementById('rule-concept').value = 'zebra 7'")
+            proxy.to = new.port
+            proxy.cut()
+            page.until("document.getElementById('pack').textContent.includes('60 concepts')")
+            assert "started again" in page("document.getElementById('complaint').textContent")
+            assert "zebra 7" in page("document.getElementById('rule-concepts').textContent")
+            assert_shows(page, page_server, old)
+            assert "of the server before" in page("document.getElementById('runs').textContent")
+            assert "Of the server before" in page("document.getElementById('answer-coverage').textContent")
+            names = page(NAMES_SHOWN)
+            assert names and not any(name.startswith("zebra") for name in names)
+            name = ask(new, "after", 30)
+            page.until(f"location.hash === '#answer={name}'")  # the newest is followed
+            page.until(ENDED)
+            assert_shows(page, new, name)
+            names = page(NAMES_SHOWN)
+            assert names and all(name.startswith("zebra") for name in names)
+            page.go(f"#answer={old}")
+            assert_shows(page, page_server, old)
+            page_browser.close_pages()
+    finally:
+        new.close()
+    assert all("ERR_" in line for line in page_browser.complaints)  # the browser's own words on what was cut
+    page_browser.complaints.clear()
+
+
+def test_what_another_server_answers_before_the_stream_tells_of_it_is_not_taken(page_browser, page_server, tmp_path):
+    """The stream stays with the old server, while what the page fetches comes from the new one already."""
+    new = server_with(tmp_path / "new", [f"zebra {i}" for i in range(60)])
+    try:
+        name = ask(new, "of the new one", 30)
+        with CutProxy(page_server.port) as proxy:
+            page = visit(page_browser, page_server, port=proxy.port)
+            page.until("document.getElementById('connection').textContent === 'live'")
+            proxy.to = new.port
+            proxy.cut(but="GET /v1/probemon/events")
+            page.go(f"#answer={name}")
+            page.until(ENDED)
+            assert_shows(page, new, name)
+            names = page(NAMES_SHOWN)
+            assert names and all(name.startswith("zebra") for name in names)
+            page_browser.close_pages()
+    finally:
+        new.close()
+    assert all("ERR_" in line for line in page_browser.complaints)
+    page_browser.complaints.clear()
+
+
+def test_of_seven_tabs_the_one_in_front_is_live_and_the_others_hold_no_connection(page_browser, page_server):
+    """Browsers open six connections to a server, for all tabs together."""
+    tabs = [visit(page_browser, page_server) for _ in range(7)]
+    name = ask(page_server, "seven tabs", 20)
+    tabs[6].until(f"location.hash === '#answer={name}'")
+    tabs[6].until(ENDED)
+    assert_shows(tabs[6], page_server, name)
+    assert tabs[0]("document.visibilityState") == "hidden" and tabs[0]("location.hash") == ""
+    n_readers = re.search(rb"(?m)^probemon_subscribers (\S+)$", page_server.ask("GET", "/metrics").content)
+    assert float(n_readers[1]) == 1
+    tabs[0].call("Page.bringToFront")
+    tabs[0].until(f"location.hash === '#answer={name}'")
+    tabs[0].until(ENDED)
+    assert_shows(tabs[0], page_server, name)
+
+
+def test_a_page_that_gets_no_answer_says_so_within_seconds_and_goes_on_once_it_does(page_browser, page_server):
+    """Windows side by side are all in sight, and each holds a connection: the sixth gets its stream, and no more."""
+    windows = [visit(page_browser, page_server, window=True) for _ in range(5)]
+    address = f"http://127.0.0.1:{page_server.port}/#token={page_server.token.replace(' ', '%20')}"
+    last = page_browser.open(address, window=True)
+    last.until(READY)
+    begun = time.monotonic()
+    last.until("!document.getElementById('late').hidden")
+    assert time.monotonic() - begun < 8 and last("document.getElementById('pack').textContent") == ""
+    windows[0].call("Page.navigate", url="about:blank")
+    last.until("document.getElementById('pack').textContent !== ''")
+    last.until("document.getElementById('late').hidden")
 
 
 ORDERS = """import("/page/state.js").then(({ newState, apply, merge, recordOf }) => {

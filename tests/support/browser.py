@@ -52,7 +52,7 @@ def asks_only(browser, pattern):
     yield
     browser.close_pages()
     strange = [url for url in browser.requests if not re.fullmatch(pattern, url)]
-    assert browser.requests and strange == [] and browser.complaints == []
+    assert browser.requests and (strange, browser.complaints) == ([], [])
 
 
 class Browser:
@@ -133,9 +133,9 @@ class Browser:
         while self._pages:
             self.call("Target.closeTarget", targetId=self._pages.pop())
 
-    def open(self, path, place="", *, width=1280, height=900, dark=False):
-        """A new page on a file or at an address, loaded and drawn."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+    def open(self, path, place="", *, width=1280, height=900, dark=False, window=False):
+        """A new page on a file or at an address, loaded and drawn; in a window of its own it stays in sight."""
+        target = self.call("Target.createTarget", url="about:blank", newWindow=window)["targetId"]
         self._pages.append(target)
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)

@@ -4,6 +4,7 @@ with CutProxy(port) as proxy:
     ...                        # a client talks to proxy.port
     proxy.cut()                # all connections end; new ones are let through
     proxy.open = False         # ... or are not
+    proxy.to = other_port      # ... or lead to another server
     proxy.heads                # the first bytes of each connection, as text
 """
 
@@ -14,7 +15,8 @@ from contextlib import suppress
 
 class CutProxy:
     def __init__(self, port):
-        self.heads, self.open, self._to, self._pairs = [], True, port, []
+        self.heads, self.open, self.to, self._pairs = [], True, port, []
+        self._asked = {}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -27,9 +29,14 @@ class CutProxy:
         self._listener.close()
         self.cut()
 
-    def cut(self):
-        while self._pairs:
-            for end in self._pairs.pop():
+    def cut(self, but=None):
+        """`but`: how what was asked last begins, of connections that stay."""
+        pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            if but is not None and self._asked.get(pair[0], "").startswith(but):
+                self._pairs.append(pair)
+                continue
+            for end in pair:
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
                 end.close()
@@ -41,7 +48,7 @@ class CutProxy:
                 if not self.open:
                     client.close()
                     continue
-                server = socket.create_connection(("127.0.0.1", self._to))
+                server = socket.create_connection(("127.0.0.1", self.to))
                 self._pairs.append((client, server))
                 for pair, asks in (((client, server), True), ((server, client), False)):
                     threading.Thread(target=self._pump, args=(*pair, asks), daemon=True).start()
@@ -50,7 +57,8 @@ class CutProxy:
         with suppress(OSError):
             while piece := source.recv(1 << 16):
                 if asks:
-                    self.heads.append(piece.decode("latin-1"))
+                    self._asked[source] = piece.decode("latin-1")
+                    self.heads.append(self._asked[source])
                 to.sendall(piece)
         for end in (source, to):
             with suppress(OSError):

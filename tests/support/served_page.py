@@ -28,13 +28,18 @@ TEXT = """[...document.querySelectorAll('#answer .tok:not(.own)')].map((n) => {
 
 
 def hostile_server(folder):
-    """A server on a tiny host, some of whose concepts bear names that would do harm as markup. Close it."""
+    """A server some of whose concepts bear names that would do harm as markup. Close it."""
+    names = [harmless(HOSTILE[i % len(HOSTILE)])[:90] if i % 2 else f"concept {i}" for i in range(40)]
+    return server_with(folder, names)
+
+
+def server_with(folder, names):
+    """A server on a tiny host, with concepts of these names, called c0, c1 and so on. Close it."""
     tokenizer = demo_tokenizer()
     host = tiny_host(tokenizer)
     limits = Limits(max_tokens=60, kept_events=48, kept_requests=12)
-    names = [harmless(HOSTILE[i % len(HOSTILE)])[:90] if i % 2 else f"concept {i}" for i in range(40)]
     concepts = [{"id": f"c{i}", "name": name, "parents": [f"c{i // 2}"] * (i >= 4)} for i, name in enumerate(names)]
-    pack = make_pack(folder, host, concepts=concepts)
+    pack = make_pack(folder, host, concepts=concepts, n=len(names))
     server = Running(Served("tiny", host, tokenizer, DynamicProbeManager(pack), limits), limits)
     server.host = host
     return server

@@ -10,6 +10,29 @@ export class Refused extends Error {
   }
 }
 
+const LATE = 5000; // milliseconds
+const late = new Set();
+let tellLate = () => {};
+
+/** Have `listener(whether)` hear whenever a request is without an answer for so long, and when none is any more. */
+export function onLate(listener) {
+  tellLate = listener;
+}
+
+/** `fetch`, which can wait for ever: a browser opens six connections to a server, and each stream holds one. */
+export async function request(path, options) {
+  const timer = setTimeout(() => {
+    late.add(timer);
+    tellLate(true);
+  }, LATE);
+  try {
+    return await fetch(path, options);
+  } finally {
+    clearTimeout(timer);
+    if (late.delete(timer)) tellLate(late.size > 0);
+  }
+}
+
 async function refusal(response) {
   const text = await response.text().catch(() => "");
   let message = text.slice(0, 300);
@@ -22,14 +45,15 @@ async function refusal(response) {
   return new Refused(response.status, String(message || response.statusText || `status ${response.status}`));
 }
 
-export async function getJson(path) {
-  const response = await fetch(path, { headers: headers(), cache: "no-store" });
+/** What the server tells, and which server tells it: {boot, told}. */
+async function getJson(path) {
+  const response = await request(path, { headers: headers(), cache: "no-store" });
   if (!response.ok) throw await refusal(response);
-  return response.json();
+  return { boot: response.headers.get("Probemon-Boot"), told: await response.json() };
 }
 
 export const getPack = () => getJson("/v1/probemon/pack");
-export const getRuns = () => getJson("/v1/probemon/requests").then(({ requests }) => requests);
+export const getRuns = () => getJson("/v1/probemon/requests");
 export const getRun = (id) => getJson(`/v1/probemon/requests/${encodeURIComponent(id)}`);
 
 /**
@@ -37,7 +61,7 @@ export const getRun = (id) => getJson(`/v1/probemon/requests/${encodeURIComponen
  * events.
  */
 export async function ask(body, signal, begun) {
-  const response = await fetch("/v1/chat/completions", {
+  const response = await request("/v1/chat/completions", {
     method: "POST",
     signal,
     headers: headers({ "Content-Type": "application/json" }),

@@ -1,16 +1,17 @@
 // The stream of all that the server's requests do. A connection that ends is opened again, from the event after the
-// last one read.
+// last one read. A page that nobody sees has none: browsers open six to a server, for all pages together.
 
-import { readEvents, Refused } from "./api.js";
+import { readEvents, Refused, request } from "./api.js";
 import { headers } from "./session.js";
 
 const SILENCE = 45_000; // ms: a server sends at least a comment every few seconds
 const MOST = 20_000;
 
 /**
- * Follow the events for ever. `on.event(name, data)` is called for each, `on.state(name, wait)` with "live" once they
- * come, "waiting" with the
- * milliseconds until the next attempt, and "refused" where the secret is wrong: then nothing is tried until `again()`.
+ * Follow the events for ever, while the page is in sight. `on.event(name, data)` is called for each, `on.state(name,
+ * wait)` with "live" once they come, "waiting" with the milliseconds until the next attempt, and "refused" where the
+ * secret is wrong: then nothing is tried until `again()`, which connects at once. `cut()` ends the connection like a
+ * server does.
  */
 export function follow(on) {
   let last = null;
@@ -18,6 +19,7 @@ export function follow(on) {
   let failures = 0;
   let wake = null;
   let cut = null;
+  let atOnce = false;
 
   async function connect() {
     const control = new AbortController();
@@ -29,7 +31,7 @@ export function follow(on) {
     };
     try {
       alive();
-      const response = await fetch("/v1/probemon/events", {
+      const response = await request("/v1/probemon/events", {
         headers: headers(
           last === null ? { Accept: "text/event-stream" } : { Accept: "text/event-stream", "Last-Event-ID": last },
         ),
@@ -52,8 +54,10 @@ export function follow(on) {
       );
       for await (const { id, event, data, retry: pause } of readEvents(watched)) {
         if (/^\d+$/.test(pause ?? "")) retry = Math.min(MOST, Number(pause));
-        if (data !== undefined) on.event(event ?? "message", JSON.parse(data));
+        const told = data === undefined ? null : JSON.parse(data);
+        if (told !== null) on.event(event ?? "message", told);
         if (id !== undefined) last = id;
+        else if (event === "hello") last = String(told.last_id); // also of another server, whose ids began anew
       }
     } finally {
       clearTimeout(timer);
@@ -69,23 +73,34 @@ export function follow(on) {
       };
     });
 
+  const again = () => {
+    atOnce = true;
+    cut?.();
+    wake?.();
+  };
+  document.addEventListener("visibilitychange", again);
+
   (async () => {
     for (;;) {
+      atOnce = false;
+      if (document.visibilityState === "hidden") {
+        on.state("waiting", 0);
+        await pause(null);
+        continue;
+      }
       let wait = retry;
       try {
         await connect();
       } catch (error) {
         wait = error.status === 401 || error.status === 403 ? null : Math.min(MOST, retry * 2 ** failures++);
       }
+      if (atOnce) continue;
       on.state(wait === null ? "refused" : "waiting", wait);
       await pause(wait);
     }
   })();
   return {
-    again: () => wake?.(),
+    again,
     cut: () => cut?.(),
-    forget: () => {
-      last = null;
-    },
   };
 }

@@ -1,18 +1,12 @@
 // The page of `probemon serve`: what is shown, and which part draws it.
 //
-// Events and records go into the state (state.js); the place (link.js) says which of it is shown; each part draws what
-// it shows of the two,
-// at most once a frame, and leaves what has not changed.
+// Events and records (server.js) go into the state (state.js); the place (link.js) says which of it is shown; each part
+// draws what it shows of the two, at most once a frame, and leaves what has not changed.
 
 import { $ } from "./elements.js";
-import { hierarchyOf } from "./hierarchy.js";
 import { tips } from "./tip.js";
-import { count, plural } from "./words.js";
-import { getPack, getRun, getRuns } from "./api.js";
 import { compose, drawChat } from "./chat.js";
-import { digest, readPack } from "./digest.js";
-import { follow } from "./events.js";
-import { clip } from "./harmless.js";
+import { digest } from "./digest.js";
 import { drawLanes, walkLanes } from "./lanes.js";
 import { hashOf, NOWHERE, readPlace } from "./link.js";
 import { drawNow } from "./now.js";
@@ -21,11 +15,11 @@ import { drawRules, editRules, loadRules } from "./rules.js";
 import { drawRuns } from "./runs.js";
 import { linesOf } from "./said.js";
 import { keepToken, takeToken } from "./session.js";
-import { apply, isRunning, merge, mergeList, newState, newestFirst } from "./state.js";
+import { connect } from "./server.js";
+import { newState, newestFirst } from "./state.js";
 import { drawTree, walkTree } from "./tree.js";
 import { walkTokens } from "./tokens.js";
 
-const NOTICE = 10_000; // milliseconds
 const state = newState();
 const app = {
   state,
@@ -131,7 +125,7 @@ function newestSeen({ tokens }, upto) {
 
 function drawAll() {
   const view = app.view();
-  drawHead();
+  server.drawHead();
   drawChat(app, view);
   drawNow(app, view);
   drawLanes(app, view);
@@ -152,79 +146,8 @@ function arrive() {
     app.gone = null;
   }
   const run = app.run();
-  if (app.place.answer !== null && (run === null || !run.whole)) load(app.place.answer);
+  if (app.place.answer !== null && (run === null || !run.whole)) server.load(app.place.answer);
   app.draw();
-}
-
-async function load(id) {
-  try {
-    merge(state, await getRun(id));
-    app.gone = null;
-  } catch (error) {
-    if (error.status === 401) app.signIn();
-    else if (app.place.answer === id && !app.run()?.whole)
-      app.gone = `This answer cannot be shown: ${clip(error.message, 300)}`;
-  }
-  app.draw();
-}
-
-// -- the server ----------------------------------------------------------------------------------
-
-/** What the server keeps: the list, and whole the runs that are shown or go on. */
-async function sync() {
-  try {
-    if (state.pack === null) state.pack = readPack(await getPack(), hierarchyOf);
-    mergeList(state, await getRuns());
-    const wanted = newestFirst(state).filter((run) => !run.pack && (isRunning(run) || run.id === app.place.answer));
-    await Promise.all(wanted.map(({ id }) => load(id)));
-    const [newest] = newestFirst(state);
-    if (app.place.answer === null && app.follow && newest && isRunning(newest)) app.go({ answer: newest.id }, true);
-  } catch (error) {
-    if (error.status === 401) app.signIn();
-    else app.complain(`The server did not answer: ${clip(error.message, 300)}`);
-  }
-  app.draw();
-}
-
-function onEvent(name, data) {
-  const id = apply(state, name, data);
-  if (name === "hello") {
-    if (state.restarted) stream.forget();
-    sync();
-  } else if (name === "gap") {
-    app.complain(
-      `${plural(data.n_dropped, "event")} did not reach this page. What they told is fetched again.`,
-      NOTICE,
-    );
-    sync();
-  } else if (name === "begin" && app.follow && app.asking?.id == null) app.go({ answer: id }, true);
-  if (id !== null && !state.runs.get(id).whole && name !== "begin") load(id); // it had begun before this page was there
-  app.draw();
-}
-
-const connection = { state: "waiting", wait: 0 };
-function onState(name, wait) {
-  Object.assign(connection, { state: name, wait });
-  if (name === "refused") app.signIn();
-  else if (name === "live") $("sign-in").hidden = true;
-  app.draw();
-}
-
-function drawHead() {
-  const { pack } = state;
-  const running = [...state.runs.values()].filter((run) => run.whole && isRunning(run)).length;
-  $("pack").textContent =
-    pack === null
-      ? ""
-      : `${clip(pack.model, 60)} watched by ${clip(pack.pack, 60)}, ${count(pack.concepts.length)} concepts`;
-  const words = {
-    live: running ? `live, ${running} answering` : "live",
-    waiting: connection.wait ? `away, tries again in ${Math.ceil(connection.wait / 1000)} s` : "connecting",
-    refused: "no access",
-  };
-  $("connection").textContent = words[connection.state];
-  $("connection").className = `connection ${connection.state}`;
-  $("again").hidden = connection.state !== "waiting" || !connection.wait;
 }
 
 // -- all of it -----------------------------------------------------------------------------------
@@ -257,13 +180,12 @@ $("follow").addEventListener("click", () => {
   if (newest) app.go({ answer: newest.id });
   app.draw();
 });
-$("again").addEventListener("click", () => stream.again());
+$("again").addEventListener("click", () => server.again());
 $("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
   keepToken($("token").value);
   $("token").value = "";
-  stream.again();
-  sync();
+  server.again();
 });
 for (const tab of document.querySelectorAll("#tabs button")) {
   tab.addEventListener("click", () => {
@@ -276,13 +198,12 @@ for (const tab of document.querySelectorAll("#tabs button")) {
 addEventListener("popstate", arrive);
 addEventListener("hashchange", () => {
   if (takeToken()) {
-    stream.again();
-    sync();
+    server.again();
     arrive();
   }
 }); // any other change is a popstate, too
 if (location.hash.length > 1) app.follow = false;
 $("address").textContent = `${location.origin}/v1`;
+const server = connect(app);
 arrive();
-const stream = follow({ event: onEvent, state: onState });
 document.documentElement.dataset.ready = "true";

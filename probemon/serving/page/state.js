@@ -2,16 +2,18 @@
 // clock or the network.
 //
 //   const state = newState();
+//   meet(state, boot);                      // of which server what follows is; true where it is another than before
 //   apply(state, "token", data);            // the id of the run that changed, or null
 //   merge(state, record);                   // a whole record of a run: what events have told already is not doubled
 //
 // A run: {id, created, kind, messages, prompt, options, n, choices, error, whole}. A choice: {text, finish, tokens,
-// events, summary, version}.
+// events, summary, version}. Tokens name concepts by their numbers in a pack: in that of the run, which it has where it
+// is of a file or of a server before this one (`before`), else in that of the state.
 // Tokens lie by position; a token that is told twice replaces itself, so that events after a reconnect, or beside a
 // record, do no harm.
 
 export function newState() {
-  return { pack: null, boot: null, restarted: false, nDropped: 0, runs: new Map() };
+  return { pack: null, boot: null, nDropped: 0, runs: new Map() };
 }
 
 export const newChoice = () => ({
@@ -23,6 +25,24 @@ export const newChoice = () => ({
   holes: false,
   version: 0,
 });
+
+/** Hear of which server (`boot`) what follows is; return whether it is another than before, whose pack is not known. */
+export function meet(state, boot) {
+  const other = state.boot !== null && state.boot !== boot;
+  if (other) leaveServer(state);
+  state.boot = boot;
+  return other;
+}
+
+/** Runs keep the pack that they were scored with; those of which no more than the beginning is known go. */
+function leaveServer(state) {
+  for (const [id, run] of state.runs) {
+    if (run.pack) continue;
+    if (state.pack === null || !run.whole) state.runs.delete(id);
+    else Object.assign(run, { pack: state.pack, before: true, ended: true });
+  }
+  state.pack = null;
+}
 
 function runOf(state, id) {
   if (!state.runs.has(id)) {
@@ -120,11 +140,6 @@ const nPrompts = (prompt) =>
 
 /** Take in one event of the stream; return the id of the run that it changed, or null. */
 export function apply(state, name, data) {
-  if (name === "hello") {
-    state.restarted = state.boot !== null && state.boot !== data.boot;
-    state.boot = data.boot;
-    return null;
-  }
   if (name === "gap") {
     state.nDropped += data.n_dropped;
     return null;

@@ -8,13 +8,21 @@ import { nameOf, quoted, signed } from "./said.js";
 import { badge } from "./now.js";
 import { hueOf } from "./tokens.js";
 
-const toggled = new Map();
-// of concepts: opened or closed by hand; those whose quiet children are listed (null: the roots)
-const quiet = new Set();
+const opened = new WeakMap();
+
+/**
+ * Of a pack's concepts by their numbers: `toggled`, opened or closed by hand; `quiet`, whose quiet children are listed
+ * (null: the roots).
+ */
+function openedOf(pack) {
+  if (!opened.has(pack)) opened.set(pack, { toggled: new Map(), quiet: new Set() });
+  return opened.get(pack);
+}
 
 /** Rows {c, depth, open, nQuiet} as they stand below each other; c is null for a row that stands for quiet concepts. */
 function rowsOf(view) {
   const { pack, digest } = view;
+  const { toggled, quiet } = openedOf(pack);
   const rows = [];
   const inside = new Set();
   // first parents: each concept is placed once
@@ -142,12 +150,14 @@ function toggle(app, { c, open, leaf }, to = !open) {
     toggleQuiet(app, null);
     return;
   }
+  const { toggled, quiet } = openedOf(app.view().pack);
   if (!leaf) toggled.set(c, to);
   if (to && !leaf) quiet.add(c); // of one that is opened by hand all children are wanted
   app.draw();
 }
 
 function toggleQuiet(app, parent) {
+  const { quiet } = openedOf(app.view().pack);
   if (!quiet.delete(parent)) quiet.add(parent);
   app.draw();
 }

@@ -424,8 +424,12 @@ def test_what_a_soak_of_the_server_found_is_what_is_said():
     assert f"All {found['answers_equal_to_alone']} answers were those of the same request alone" in page
     assert found["n_wrong"] == found["pages"]["not_accounted_for"] == 0 and not found["pages"]["problems"]
     assert f"{found['clients_that_left']} times one left" in page and end["answered"] == end["asked"] == 4
-    assert f"grew by {memory['growth'] / 1e6:.0f} MB, of {memory['last'] / 1e6:.0f}" in page
+    assert f"grew by {memory['growth'] / 1e6:.0f} MB, to {memory['last'] / 1e6:.0f}" in page
     assert not found["claims"]["memory is flat"] and "the bar of 20 is missed" in page
+    late, last = next(at for at in memory["by_minute"] if at["seconds"] >= 480), memory["by_minute"][-1]
+    assert (
+        f"it grew by {(last['bytes'] - late['bytes']) / 1e6:.1f} MB while {last['answered'] - late['answered']}" in page
+    )
 
 
 def test_tables_have_a_line_for_each_row():

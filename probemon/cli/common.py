@@ -19,7 +19,7 @@ from probemon.host.loading import load_model
 from probemon.offline.windows import Window
 
 if TYPE_CHECKING:
-    from probemon.packs.group import AnyPack
+    from probemon.monitor.deployment import Deployment
 
 
 def check_generation(prompt: str, max_new_tokens: int) -> None:
@@ -93,11 +93,11 @@ def check_alone(packs: object, alert_set: str | None, audit_rate: float) -> None
             raise ConfigError(f"{name} is for the deployment file to say: leave it out, or --deployment")
 
 
-def packs_of(deployment: Path) -> AnyPack:
-    """Open the packs that a deployment names. Raises `DeploymentError`, `PackError`."""
+def read_deployment(path: Path) -> Deployment:
+    """Read a deployment. Raises `DeploymentError`."""
     from probemon.monitor.deployment import Deployment
 
-    return Deployment.read(deployment).open_packs()
+    return Deployment.read(path)
 
 
 def use_threads(threads: int) -> None:

@@ -2,6 +2,7 @@
 
 probemon serve demo                                                # http://127.0.0.1:8321/#token=...
 probemon serve MODEL PACK --port 0 --no-token
+probemon serve demo --deployment examples/watch.yaml
 probemon serve MODEL PACK --host 0.0.0.0 --allow-remote --allow-host models.example.org
 """
 
@@ -13,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from probemon.cli.common import load_aloud, pack_for, use_threads
-from probemon.cli.options import AlertSet, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
+from probemon.cli.common import check_alone, load_aloud, pack_for, read_deployment, use_threads
+from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError
 
@@ -56,6 +57,7 @@ def serve(
     device: Device = "cpu",
     threads: Threads = 0,
     strict: Strict = False,
+    deployment: DeploymentFile = None,
 ) -> None:
     """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
 
@@ -78,20 +80,29 @@ def serve(
     limits = Limits(max_tokens=max_tokens, at_once=at_once, queue=queue)
     check_device(device)
     use_threads(threads)
-    opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
+    stated = None if deployment is None else read_deployment(deployment)
+    if stated is not None:
+        check_alone(pack or more_packs, alert_set, 0.0)
+        from probemon.serving.served import check_serves
+
+        check_serves(stated)
+        opened = stated.open_packs()
+        stated.rules(opened)  # what is wrong with them shows before a model is loaded
+    else:
+        opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     with open_socket(host, port) as sock:
         loaded, tokenizer = load_aloud(model, device, dtype)
         from probemon.manager import DynamicProbeManager
         from probemon.serving.app import make_app
         from probemon.serving.served import Served, served_name
 
-        manager = DynamicProbeManager(opened, device=device)
+        manager = DynamicProbeManager(opened, device=device, **({} if stated is None else stated.settings))
         if strict:
             from probemon.host.compatibility import check_host
 
             check_host(manager.pack, loaded, strict=True)
         token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
-        served = Served(served_name(model), loaded, tokenizer, manager, limits)
+        served = Served(served_name(model), loaded, tokenizer, manager, limits, stated)
         app = make_app(served, limits, token=token, hosts=names)
         address = address_of(sock) + ("" if token is None else f"#token={token}")
         ready = partial(say, f"probemon serving at {address}")

@@ -20,7 +20,7 @@ from probemon.cli.common import (
     check_generation,
     load_aloud,
     pack_for,
-    packs_of,
+    read_deployment,
     sampling_arguments,
     use_threads,
 )
@@ -109,7 +109,7 @@ def watch(
     # First: it takes milliseconds, the model seconds.
     if deployment is not None:
         check_alone(pack or more_packs, alert_set, audit_rate)
-        opened = packs_of(deployment)
+        opened = read_deployment(deployment).open_packs()
     else:
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     above = shown_above(opened, concept or (), min_strength)

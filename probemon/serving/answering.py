@@ -8,9 +8,9 @@ ending.finish_reason, ending.summary
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
+from probemon.core.scores import GENERATED, PHASES, PROMPT, Gap, Scores
 from probemon.monitor.result import Result
-from probemon.monitor.rules import Event
+from probemon.monitor.rules import Event, Rule
 from probemon.serving.answer_text import AnswerText
 from probemon.serving.draws import Draws
-from probemon.serving.requests import WantedRule
 from probemon.serving.served import Prepared, Served
 from probemon.serving.token_objects import Told
 from probemon.tracking.align import PlacedTokens
@@ -109,16 +108,17 @@ class Answering(StoppingCriteria):
         ids = torch.tensor([list(self._ids)], device=served.model.device)
         with (
             closing(self._draws) if self._draws is not None else nullcontext(),
-            served.manager.attach(served.model, served.tokenizer, one_thread=True) as run,
+            served.manager.attach(served.model, served.tokenizer, one_thread=True, on_gap=self._on_gap()) as run,
         ):
             self._run = run
+            run.add_rules([self._own(rule) for rule in served.rules])
             for rule, probes in self._prepared.rules:
                 run.on(
                     list(probes),
                     above=rule.above,
                     for_tokens=rule.for_tokens,
                     aggregate=rule.aggregate,
-                    action=partial(self._met, rule),
+                    action=partial(self._met, rule.action),
                 )
             run.listen(self._scored)
             out = served.model.generate(
@@ -154,10 +154,22 @@ class Answering(StoppingCriteria):
             self._text.end()
         return self._complete
 
-    def _met(self, rule: WantedRule, event: Event) -> None:
-        told = self._told.event(event, self._choice, rule.action)
+    def _on_gap(self) -> str | Callable[[Gap], object]:
+        """What was not seen ends the answer, unless rules of a deployment say what follows."""
+        return (lambda gap: None) if self._served.rules else "raise"
+
+    def _own(self, rule: Rule) -> Rule:
+        """Return a rule of the deployment that acts on this answer."""
+        action = (
+            rule.action if rule.action == "raise" else partial(self._met, "tell" if callable(rule.action) else "stop")
+        )
+        on_blind = partial(self._met, "stop") if rule.on_blind == "stop" else rule.on_blind
+        return replace(rule, action=action, on_blind=on_blind)
+
+    def _met(self, action: str, event: Event) -> None:
+        told = self._told.event(event, self._choice, action)
         self._events.append(told)
-        if rule.action == "stop" and self._stopped_by is None:
+        if action == "stop" and self._stopped_by is None:
             self._stopped_by = told
             self._run.stop_mine()
             if self._hold:
@@ -247,10 +259,14 @@ class Answering(StoppingCriteria):
             self._choice,
             self._finish_reason(),
             self._text.text,
-            self._told.summary(result, self._stopped_by, n_withheld),
+            self._summary(result, n_withheld),
             n,
             self._n_unseen,
         )
+
+    def _summary(self, result: Result, n_withheld: int) -> dict[str, Any]:
+        summary, deployment = self._told.summary(result, self._stopped_by, n_withheld), self._served.deployment
+        return summary if deployment is None else {**summary, "deployment": deployment.sha256}
 
     def _finish_reason(self) -> str:
         if self._stopped_by is not None or self._hidden_from is not None:

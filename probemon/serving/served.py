@@ -19,7 +19,8 @@ import numpy as np
 from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
 from probemon.manager import DynamicProbeManager
-from probemon.monitor.rules import make_rules
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.rules import Rule, make_rules
 from probemon.serving.limits import Limits
 from probemon.serving.requests import Request, WantedRule, Watch
 
@@ -29,6 +30,15 @@ Decode = Callable[[Sequence[int]], str]
 def served_name(model: str) -> str:
     """Return the name by which clients ask for a model: of a folder its last part, else as it was given."""
     return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def check_serves(deployment: Deployment) -> None:
+    """Raise `ConfigError` for a deployment that says what a server cannot do."""
+    if deployment.content.get("sinks"):
+        raise ConfigError(
+            f"{deployment.path.name} has sinks, which take the tokens of one run: a server's tokens go to whoever reads"
+            " /v1/probemon/events. Leave them out"
+        )
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,26 @@ class Prepared:
 
 
 class Served:
-    """`name`: of the model, as clients give it. Any thread may ask."""
+    """`name`: of the model, as clients give it. `deployment`: whose rules hold for every request, beside its own; the
+    manager is of its packs and settings. Any thread may ask. Raises `ConfigError`, `HostMismatch`.
+    """
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, manager: DynamicProbeManager, limits: Limits) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Any,
+        manager: DynamicProbeManager,
+        limits: Limits,
+        deployment: Deployment | None = None,
+    ) -> None:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
+        self.deployment, self.rules = deployment, list[Rule]()
+        if deployment is not None:
+            deployment.check_host(model)
+            check_serves(deployment)
+            self.rules = deployment.rules(manager.pack)
+            self._check_room([])
         ends = model.generation_config.eos_token_id
         self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])
         pad = model.generation_config.pad_token_id
@@ -178,7 +204,8 @@ class Served:
         return tuple(rules)
 
     def _check_room(self, probes: Sequence[int]) -> None:
-        self.manager.engine.check_room(self.manager.plan_with(probes), "the rules of a request")
+        own = [rule.probe for rule in self.rules]
+        self.manager.engine.check_room(self.manager.plan_with([*own, *probes]), "the rules of a request")
 
 
 def _refused(param: str, ask: Callable[[], Any]) -> Any:

@@ -79,6 +79,7 @@ class Told:
             "action": action,
             "for_tokens": event.for_tokens,
             "aggregate": None if event.aggregate == "each" else event.aggregate,
+            **({"blind": event.blind} if event.blind else {}),
         }
 
     def summary(self, result: Result, stopped_by: Any, n_withheld: int) -> dict[str, Any]:

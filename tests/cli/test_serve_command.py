@@ -34,6 +34,8 @@ MESSAGES = [{"role": "user", "content": "Tell me about whales."}]
         (["--at-once", "0"], "at_once"),
         (["--threads", "-1"], "--threads"),
         (["--alert-set", "none"], "none"),
+        (["--deployment", "examples/watch.yaml", "--alert-set", "none"], "--alert-set is for the deployment file"),
+        (["--deployment", "pyproject.toml"], "pyproject.toml"),
     ],
 )
 def test_arguments_are_checked_before_a_model_is_loaded(monkeypatch, capsys, arguments, words):

@@ -110,7 +110,7 @@ function drawEvents(app, view) {
           {},
           el("bdi", {}, clip(event.name ?? event.concept, 60)),
           event.action === "stop" ? " stopped it: " : " was met: ",
-          `${score(event.score)} over ${score(event.threshold)}`,
+          event.blind ? `not known: ${event.blind}` : `${score(event.score)} over ${score(event.threshold)}`,
           event.for_tokens > 1 ? ` for ${event.for_tokens} tokens` : "",
         ),
         i < 0

@@ -88,6 +88,10 @@ class DynamicProbeManager(Scorer):
         manager.deployment = deployment
         return manager
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a copied or unpickled manager anew, with the deployment whose rules hold."""
+        return *super().__reduce__(), {"deployment": self.deployment}
+
     def attach(
         self,
         model: Any,

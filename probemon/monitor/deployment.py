@@ -45,7 +45,7 @@ class Deployment:
     """What a file says. `content`: as JSON has it; `name`: the file's own, where it gives itself none."""
 
     def __init__(self, path: Path, text: YamlText) -> None:
-        self.path, self.content, self._text = path, text.value, text
+        self.path, self.content, self._text = path.absolute(), text.value, text
         self.name: str = self.content.get("name", path.name)
         canonical = json.dumps(self.content, sort_keys=True, separators=(",", ":"))
         self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
@@ -63,8 +63,9 @@ class Deployment:
             raw.encode()
         except ValueError as error:
             raise DeploymentError(f"{file.name} is no UTF-8 text ({error}): save it as such") from None
-        deployment = cls(file, _checked(raw, file))
-        return deployment
+        except OSError as error:
+            raise DeploymentError(f"{file} cannot be read: {error.strerror}") from error
+        return cls(file, _checked(raw, file))
 
     # -- what follows from it ----------------------------------------------------------------------
 

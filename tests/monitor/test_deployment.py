@@ -1,7 +1,9 @@
 """A deployment file: what is wrong in it is told with its line; what is right does what the same calls in Python do."""
 
+import copy
 import hashlib
 import json
+import pickle
 import random
 import re
 from pathlib import Path
@@ -127,6 +129,14 @@ def test_what_it_says_has_one_hash_however_it_is_written(folder):
         Deployment.read(written(folder, text.replace("0.2", "0.3"))).sha256
         != Deployment.read(written(folder, text, "b.yaml")).sha256
     )
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
+def test_a_copied_manager_has_the_rules_too(folder, copied):
+    manager = copied(DynamicProbeManager.from_deployment(written(folder, text_of(folder))))
+    run = manager.attach(make_model())
+    assert run.deployment.sha256 == Deployment.read(folder / "watch.yaml").sha256
+    assert len(run.deployment.rules(manager.pack)) == 13 and manager.audit_rate == 1
 
 
 CASES = [

@@ -20,6 +20,7 @@ from probemon.offline.windows import Window
 
 if TYPE_CHECKING:
     from probemon.monitor.deployment import Deployment
+    from probemon.packs.group import AnyPack
 
 
 def check_generation(prompt: str, max_new_tokens: int) -> None:
@@ -86,18 +87,24 @@ def pack_for(model: str, pack: str | None) -> str:
     return "demo" if pack is None else pack
 
 
-def check_alone(packs: object, alert_set: str | None, audit_rate: float) -> None:
-    """Raise `ConfigError` for what a deployment says already."""
+def open_deployment(
+    path: Path, packs: object = None, alert_set: str | None = None, audit_rate: float = 0.0
+) -> tuple[Deployment, AnyPack]:
+    """Read a deployment and open its packs, once; what is wrong with it shows before a model is loaded.
+
+    The other arguments are those of a command, which a deployment says already. Raises `ConfigError`,
+    `DeploymentError`, `PackError`.
+    """
+    from probemon.monitor.deployment import Deployment
+    from probemon.monitor.deployment_cost import cost_of
+
     for name, given in (("PACK", packs), ("--alert-set", alert_set), ("--audit-rate", audit_rate)):
         if given:
             raise ConfigError(f"{name} is for the deployment file to say: leave it out, or --deployment")
-
-
-def read_deployment(path: Path) -> Deployment:
-    """Read a deployment. Raises `DeploymentError`."""
-    from probemon.monitor.deployment import Deployment
-
-    return Deployment.read(path)
+    deployment = Deployment.read(path)
+    pack = deployment.open_packs()
+    cost_of(deployment, pack)  # its settings and rules fit the packs
+    return deployment, pack
 
 
 def use_threads(threads: int) -> None:

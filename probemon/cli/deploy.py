@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from probemon.cli.common import open_deployment
 from probemon.cli.options import AsJson
 from probemon.cli.terminal import answer, plain_table, say, terminal
 
@@ -33,11 +34,9 @@ def check(
 
     What is wrong is one line, which names the line of the file, and exit status 2.
     """
-    from probemon.monitor.deployment import Deployment
     from probemon.monitor.deployment_cost import cost_of
 
-    deployment = Deployment.read(file)
-    pack = deployment.open_packs()
+    deployment, pack = open_deployment(file)
     cost = cost_of(deployment, pack)
     rules = [
         {

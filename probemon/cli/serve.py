@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from probemon.cli.common import check_alone, load_aloud, pack_for, read_deployment, use_threads
+from probemon.cli.common import load_aloud, open_deployment, pack_for, use_threads
 from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError
@@ -80,14 +80,12 @@ def serve(
     limits = Limits(max_tokens=max_tokens, at_once=at_once, queue=queue)
     check_device(device)
     use_threads(threads)
-    stated = None if deployment is None else read_deployment(deployment)
-    if stated is not None:
-        check_alone(pack or more_packs, alert_set, 0.0)
+    stated = None
+    if deployment is not None:
         from probemon.serving.served import check_serves
 
+        stated, opened = open_deployment(deployment, pack or more_packs, alert_set)
         check_serves(stated)
-        opened = stated.open_packs()
-        stated.rules(opened)  # what is wrong with them shows before a model is loaded
     else:
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     with open_socket(host, port) as sock:

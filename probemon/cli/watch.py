@@ -15,12 +15,11 @@ import typer
 
 from probemon.cli.common import (
     chat_messages,
-    check_alone,
     check_fits,
     check_generation,
     load_aloud,
+    open_deployment,
     pack_for,
-    read_deployment,
     sampling_arguments,
     use_threads,
 )
@@ -107,9 +106,10 @@ def watch(
     check_device(device)
     use_threads(threads)
     # First: it takes milliseconds, the model seconds.
+    stated, settings = None, dict[str, Any](audit_rate=audit_rate)
     if deployment is not None:
-        check_alone(pack or more_packs, alert_set, audit_rate)
-        opened = read_deployment(deployment).open_packs()
+        stated, opened = open_deployment(deployment, pack or more_packs, alert_set, audit_rate)
+        settings = stated.settings
     else:
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     above = shown_above(opened, concept or (), min_strength)
@@ -119,11 +119,8 @@ def watch(
     from probemon.cli.watch_answer import Watched
     from probemon.manager import DynamicProbeManager
 
-    manager = (
-        DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
-        if deployment is None
-        else DynamicProbeManager.from_deployment(deployment, device=device)
-    )
+    manager = DynamicProbeManager(opened, device=device, **settings)
+    manager.deployment = stated
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)
     title = f"{model} watched by {opened.name}"

@@ -26,6 +26,7 @@ from probemon.core.checks import check_path
 from probemon.core.strict_json import loads, no_constant
 from probemon.core.yaml_text import YamlText, read_yaml
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
+from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.rules import Event, Rule, make_rules
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
@@ -129,15 +130,21 @@ class Deployment:
                 )
         return made
 
-    def check_host(self, model: Any) -> None:
-        """Raise `HostMismatch` where the weights of a model are not those that are stated."""
-        stated = self.content.get("host", {}).get("fingerprint")
-        if stated is not None and (actual := fingerprint(model)) != stated:
+    def check_host(self, pack: AnyPack, model: Any) -> None:
+        """Raise `HostMismatch` where a model is not the one that is stated: by its fingerprint, else by its packs'."""
+        stated = self.content.get("host", {})
+        if "fingerprint" in stated and (actual := fingerprint(model)) != stated["fingerprint"]:
             line = self._text.line(["host", "fingerprint"])
             raise HostMismatch(
-                f"{self.path.name}, line {line}: host.fingerprint is {stated}, this model's is {actual}: load the model"
-                " that was reviewed, or review this one and state its fingerprint"
+                f"{self.path.name}, line {line}: host.fingerprint is {stated['fingerprint']}, this model's is {actual}:"
+                " load the model that was reviewed, or review this one and state its fingerprint"
             )
+        if "model" in stated and "fingerprint" not in stated:
+            try:
+                check_host(pack, model, strict=True)
+            except HostMismatch as error:
+                line = self._text.line(["host", "model"])
+                raise HostMismatch(f"{self.path.name}, line {line}: host.model: {error}") from error
 
     def begin(self, run: MonitorRun) -> None:
         """Set the rules of a run that has begun, and add its sinks. Raises `DeploymentError`."""

@@ -114,7 +114,7 @@ class MonitorRun:
         model = unwrap(model)
         check_host(manager.pack, model, strict=check_bool("strict", strict))
         if deployment is not None:
-            deployment.check_host(model)
+            deployment.check_host(manager.pack, model)
         self.deployment = deployment
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
         self.gaps: deque[Gap] = deque(maxlen=MAX_KEPT)

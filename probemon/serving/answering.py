@@ -119,6 +119,8 @@ class Answering(StoppingCriteria):
                     for_tokens=rule.for_tokens,
                     aggregate=rule.aggregate,
                     action=partial(self._met, rule.action),
+                    # Where rules of a deployment let the run go on, those that a request relies on must not be silent.
+                    on_blind="raise" if served.rules else "pass",
                 )
             run.listen(self._scored)
             out = served.model.generate(

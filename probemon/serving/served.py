@@ -73,7 +73,7 @@ class Served:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         self.deployment, self.rules = deployment, list[Rule]()
         if deployment is not None:
-            deployment.check_host(model)
+            deployment.check_host(manager.pack, model)
             check_serves(deployment)
             self.rules = deployment.rules(manager.pack)
             self._check_room([])

@@ -189,6 +189,17 @@ def test_another_host_is_refused_by_its_line(folder):
         DynamicProbeManager.from_deployment(folder / "none.yaml")
 
 
+@pytest.mark.filterwarnings("ignore:random was made for tiny")
+def test_a_host_that_is_named_has_the_weights_that_its_packs_know(folder):
+    text = re.sub(r"  fingerprint: .*\n", "", text_of(folder))
+    manager = DynamicProbeManager.from_deployment(written(folder, text))
+    manager.attach(make_model())
+    with pytest.raises(HostMismatch, match=r"watch\.yaml, line 4: host\.model: random was made for tiny"):
+        manager.attach(make_model(seed=1))
+    unnamed = DynamicProbeManager.from_deployment(written(folder, text.replace("host:\n  model: tiny\n", "")))
+    unnamed.attach(make_model(seed=1))  # warns, as everywhere
+
+
 def test_the_cost_is_that_of_the_plan(folder):
     deployment = Deployment.read(written(folder, text_of(folder)))
     cost = cost_of(deployment, deployment.open_packs())

@@ -63,8 +63,12 @@ def test_rules_of_the_file_are_told_and_stop_beside_those_of_the_request(parts):
 
 
 @pytest.mark.filterwarnings("ignore:1 of 7 generated tokens have no scores")
-@pytest.mark.parametrize("on_blind", ["pass", "stop", "raise"])
-def test_a_token_that_is_not_seen_does_what_the_file_says(parts, on_blind):
+@pytest.mark.parametrize(
+    ("on_blind", "own"),
+    [("pass", []), ("stop", []), ("raise", []), ("pass", [{"concept": "c2", "above": 0.99}])],
+    ids=["pass", "stop", "raise", "a rule of the request"],
+)
+def test_a_token_that_is_not_seen_does_what_the_file_says(parts, on_blind, own):
     served = served_by(parts, {"concepts": ["c1"], "above": 0.99, "action": "record", "on_blind": on_blind})
     running, decoder = Running(served, token=None), served.model.model
     steps = []
@@ -80,12 +84,12 @@ def test_a_token_that_is_not_seen_does_what_the_file_says(parts, on_blind):
 
     handle = decoder.register_forward_pre_hook(lose, with_kwargs=True)
     try:
-        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": {}}, Authorization=None)
+        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": {"rules": own}}, Authorization=None)
     finally:
         handle.remove()
         running.close()
     content = json.loads(answer.content)
-    if on_blind == "raise":
+    if on_blind == "raise" or own:  # whoever sent a rule relies on it
         assert answer.status == 500 and content["error"]["code"] == "answer_failed"
         return
     assert "choices" in content, content

@@ -41,7 +41,8 @@ class DynamicProbeManager(Scorer):
     `device`: where weights and scores are.
     `impl`: the kernel; None picks one by the device (see `manager.impl_why`).
     Settings of `CascadeConfig` by name: base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes,
-    unload_threshold, always_on, report_top_k, max_rounds. Where one is not given, the pack's recommendation holds.
+    unload_threshold, always_on, include, exclude, depth, report_top_k, max_rounds. Where one is not given, the pack's
+    recommendation holds.
     `arena_bytes`: bounds the weights held on the device (None: the whole pack stays there).
     `cache_bytes`: bounds the copies that a paged arena keeps in RAM.
     `prefetch`: a paged arena loads, in the background, the children of probes so much under their expand threshold.

@@ -81,6 +81,26 @@ def test_limits_are_counted_not_hidden():
     assert scores.coverage.active.max() <= 20
 
 
+def test_without_some_branches_the_rest_is_as_it_was(pack):
+    hidden = pack.golden_hidden[:, 0]
+    named = [pack.concepts[int(probe)]["id"] for probe in pack.tree.roots[:2]]
+    whole = DynamicProbeManager(pack, load_threshold="exact", max_loaded_probes=pack.n_probes)
+    part = DynamicProbeManager(
+        pack, load_threshold="exact", max_loaded_probes=pack.n_probes, exclude=named, audit_rate=1.0
+    )
+    below = {probe for level in pack.tree.levels_below(pack.find_all(named)) for probe in level}
+    everything, found = whole.score_tokens(hidden), part.score_tokens(hidden)
+    n_fired = 0
+    for t in range(len(hidden)):
+        assert not set(found.active(t).tolist()) & below
+        assert found.fired(t).tolist() == [probe for probe in everything.fired(t).tolist() if probe not in below]
+        n_fired += len(found.fired(t))
+    assert n_fired and (found.coverage.excluded == len(below)).all()
+    assert (found.coverage.evaluated < everything.coverage.evaluated).any() or part.strategy.batch == "exhaustive"
+    with pytest.raises(ConfigError, match="nothing would ever be scored: give a wider include, or exclude less"):
+        DynamicProbeManager(pack, exclude=[pack.concepts[int(probe)]["id"] for probe in pack.tree.roots])
+
+
 @pytest.mark.parametrize("impl", ["cpu", "numba"])
 def test_implementations_agree_on_the_real_pack(pack, impl):
     scored = DynamicProbeManager(pack, impl=impl).score_all(pack.golden_hidden[:, 0])

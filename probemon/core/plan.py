@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from probemon.core.branches import without
 from probemon.core.hierarchy import ConceptTree, Ints, Mask
 from probemon.core.scores import Floats
 from probemon.core.settings import CascadeConfig, check_load_threshold
@@ -21,7 +22,10 @@ from probemon.errors import ConfigError
 
 @dataclass(frozen=True)
 class CascadePlan:
-    """What does not change from step to step. `always [P]`: active at every state; `exempt [P]`: never retained."""
+    """What does not change from step to step. `always [P]`: active at every state; `exempt [P]`: never retained.
+
+    `watched [P]`: the probes that may be active, None for all; nothing in `tree` opens into the others.
+    """
 
     tree: ConceptTree
     path_rule: bool
@@ -29,11 +33,17 @@ class CascadePlan:
     expand_threshold: Floats
     always: npt.NDArray[np.bool_]
     exempt: npt.NDArray[np.bool_]
+    watched: Mask | None = None
 
     @cached_property
     def start(self) -> Ints:
         """Ascending ids of `always`."""
         return np.flatnonzero(self.always)
+
+    @cached_property
+    def n_excluded(self) -> int:
+        """How many probes are not watched."""
+        return 0 if self.watched is None else int(np.count_nonzero(~self.watched))
 
     def with_floor(self, floor: float) -> CascadePlan:
         """Return a plan that under the path rule also finds every score above `floor`: scores never rise downward."""
@@ -49,35 +59,46 @@ class CascadePlan:
         config: CascadeConfig,
         expand_threshold: Floats,
         always_on: Iterable[int],
+        watched: Mask | None = None,
     ) -> CascadePlan:
-        """Check that the settings fit the hierarchy. Raises `ConfigError`."""
+        """Check that the settings fit the hierarchy, of which all is watched, or this part `[P]`: see
+        `probemon.core.branches`. Raises `ConfigError`.
+        """
         present = set(tree.level.tolist())
         missing = [level for level in config.base_layers if level not in present]
         if missing:
             raise ConfigError(f"base_layers names level {missing[0]}, the pack has levels {sorted(present)}")
         path_rule = score_rule == "path"
-        exempt, always = starting_probes(tree, path_rule, config.base_layers, always_on)
+        exempt, always = starting_probes(tree, path_rule, config.base_layers, always_on, watched)
+        tree = tree if watched is None else without(tree, watched)
         if not always.any():
-            raise ConfigError("nothing would ever be scored: give base_layers or always_on")
+            what = "base_layers or always_on" if watched is None else "a wider include, or exclude less"
+            raise ConfigError(f"nothing would ever be scored: give {what}")
         if always.sum() > config.max_loaded_probes:
             raise ConfigError(
                 f"base and always_on probes (with ancestors) are {int(always.sum())}, max_loaded_probes is "
                 f"{config.max_loaded_probes}: raise it, or choose fewer base_layers"
             )
-        return cls(tree, path_rule, config, expand_threshold, always, exempt)
+        return cls(tree, path_rule, config, expand_threshold, always, exempt, watched)
 
 
 def starting_probes(
-    tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]
+    tree: ConceptTree,
+    path_rule: bool,
+    base_layers: Iterable[int],
+    always_on: Iterable[int],
+    watched: Mask | None = None,
 ) -> tuple[Mask, Mask]:
     """Return `(exempt, always)` `[P]`: the probes of the base levels and those always on, and all that a descent begins
-    with. Under the path rule these are the roots and all ancestors, too.
+    with. Under the path rule these are the roots and all ancestors, too. Only those that are `watched`.
     """
     exempt: Mask = np.isin(tree.level, list(base_layers))
     exempt[list(always_on)] = True
+    if watched is not None:
+        exempt &= watched
     always = exempt.copy()
     if path_rule:
-        always[tree.roots] = True
+        always[tree.roots if watched is None else tree.roots[watched[tree.roots]]] = True
         always = tree.close(always[None])[0]
     return exempt, always
 

@@ -19,7 +19,7 @@ from probemon.errors import ConfigError
 PHASES = ("prompt", "generated")
 PROMPT, GENERATED = 0, 1
 Floats = npt.NDArray[np.float32]
-COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late")  # of a Coverage, one number a state
+COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late", "excluded")  # one number a state
 AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # the same, 0 for a state that was not audited
 _EACH = (*COUNTS, *AUDITED, "far")
 UNLIKE, FEWEST = 0.05, 3  # the share of far tokens, and their number, from which a text is said to be unlike
@@ -30,7 +30,8 @@ class Coverage:
     """What was looked at, one entry a state: `active + dropped + not_reached == P` wherever it was seen.
 
     `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
-    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`).
+    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`);
+    `excluded`, those of the not reached that nobody wants watched.
     Where `audited` is 1 every probe was evaluated too: `firing` of all fire and `firing_missed` of these were not
     active, nor were `top_missed` of the best 10 (see `probemon.engine.audit`). `far` is 1 where the state is unlike
     those that the pack was calibrated on, and 0 everywhere where the pack does not say what those were. `unseen` is ""
@@ -44,6 +45,7 @@ class Coverage:
     evaluated: npt.NDArray[np.int64]
     released: npt.NDArray[np.int64]
     late: npt.NDArray[np.int64]
+    excluded: npt.NDArray[np.int64]
     unseen: tuple[str, ...]
     audited: npt.NDArray[np.int64]
     top_missed: npt.NDArray[np.int64]

@@ -6,11 +6,13 @@ CascadeConfig.of({"keep_top_k": 20})          # an unknown one is an UnknownSett
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from probemon.core.checks import check_bool, check_count, check_number, check_settings, is_int, shown
+from probemon.core.checks import check_bool, check_count, check_mapping, check_number, check_settings, is_int, shown
 from probemon.errors import ConfigError
+
+_LISTS = ("base_layers", "always_on", "include", "exclude")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class CascadeConfig:
     `max_loaded_probes`: probes active at a token at most; what does not fit is dropped, and counted.
     `unload_threshold`: where probes were dropped, those that score under it are not taken over.
     `always_on`: concepts, by name, id or number, that are scored at every token. Those of rules need not be named.
+    `include`, `exclude`: concepts, also by patterns with `*`: only these branches are watched (with what is above
+    them), and without those (with what is below them). `depth`: of these branches so many levels below at most.
     `report_top_k`: how many concepts `scores.top(t)` lists where it is not told.
     `max_rounds`: how often a token may open concepts; None goes on until nothing more opens.
     """
@@ -37,6 +41,9 @@ class CascadeConfig:
     max_loaded_probes: int = 500
     unload_threshold: float = 0.1
     always_on: tuple[str | int, ...] = ()
+    include: tuple[str | int, ...] = ()
+    exclude: tuple[str | int, ...] = ()
+    depth: Mapping[str, int] = field(default_factory=dict)
     report_top_k: int = 10
     max_rounds: int | None = None
 
@@ -44,10 +51,10 @@ class CascadeConfig:
     def of(cls, settings: Mapping[str, Any]) -> CascadeConfig:
         """From keywords; an unknown one is an `UnknownSetting` that names the nearest."""
         check_settings(cls, settings)
-        for key in ("base_layers", "always_on"):
+        for key in _LISTS:
             if key in settings and (isinstance(settings[key], str) or not hasattr(settings[key], "__iter__")):
                 raise ConfigError(f"{key} is {settings[key]!r}: give a list, even of one")
-        tuples = {key: tuple(settings[key]) for key in ("base_layers", "always_on") if key in settings}
+        tuples = {key: tuple(settings[key]) for key in _LISTS if key in settings}
         return cls(**{**settings, **tuples})
 
     def __post_init__(self) -> None:
@@ -67,6 +74,9 @@ class CascadeConfig:
             checked["max_rounds"] = check_count(
                 "max_rounds", self.max_rounds, remedy="give 0 or more, or None for no limit"
             )
+        depth = check_mapping("depth", self.depth)
+        remedy = "it counts levels below the concept, so give 0 or more"
+        checked["depth"] = {name: check_count(f"depth of {name!r:.80}", n, remedy=remedy) for name, n in depth.items()}
         if not all(is_int(level) and level >= 0 for level in self.base_layers):
             raise ConfigError(
                 f"base_layers is {shown(self.base_layers)}: give levels of the concept hierarchy, 0 or more"

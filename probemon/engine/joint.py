@@ -40,18 +40,28 @@ _AND = "+"  # between the strategies of packs
 
 @dataclass(frozen=True)
 class JointPlan:
-    """Holds a plan for every pack of a group. `always [P]`: active at every state, in the numbers of the group."""
+    """Holds a plan for every pack of a group. `always [P]`: active at every state, in the numbers of the group;
+    `watched [P]`: what may be active, None for all.
+    """
 
     plans: tuple[CascadePlan, ...]
     always: Mask
+    watched: Mask | None
 
     @classmethod
     def of(cls, group: PackGroup, plans: Sequence[CascadePlan]) -> JointPlan:
         """Join the packs' own plans, given in their order."""
-        always = np.zeros(group.n_probes, dtype=bool)
+        always, watched = np.zeros(group.n_probes, dtype=bool), np.ones(group.n_probes, dtype=bool)
         for number, plan in zip(group.numbers, plans, strict=True):
             always[number] = plan.always
-        return cls(tuple(plans), always)
+            if plan.watched is not None:
+                watched[number] = plan.watched
+        return cls(tuple(plans), always, None if watched.all() else watched)
+
+    @property
+    def n_excluded(self) -> int:
+        """How many probes are not watched."""
+        return sum(plan.n_excluded for plan in self.plans)
 
     def with_floor(self, floor: float) -> JointPlan:
         """Give every pack `CascadePlan.with_floor`."""

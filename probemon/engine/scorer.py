@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_count
+from probemon.core.concept_names import Wanted
 from probemon.core.familiarity import FarStates
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, check_states, prepare_input
@@ -122,12 +123,19 @@ class Scorer:
         """Return the reasons for which a token is unseen whose state, or a score of it, is no number."""
         return frozenset(self._reasons.values()) - {""}
 
-    def plan_with(self, extra: Sequence[str | int]) -> Plan:
-        """Return the plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
+    def plan_with(self, extra: Sequence[str | int], exclude: Wanted | None = None) -> Plan:
+        """Return the plan of this manager with more concepts always on, and with others excluded than its setting says
+        where `exclude` is given. Raises `UnknownConcept`, `ConfigError`.
+        """
         if not isinstance(self.pack, PackGroup):
-            return self._parts[0].plan_with(extra)
+            return self._parts[0].plan_with(extra, exclude)
         own = self.pack.split([self.pack.find(concept) for concept in extra])
-        plans = [part.plan_with(more.tolist()) for part, more in zip(self._parts, own, strict=True)]
+        none = [None] * len(self._parts)
+        without = none if exclude is None else self.pack.split(self.pack.find_all(exclude) if exclude else [])
+        plans = [
+            part.plan_with(more.tolist(), None if less is None else less.tolist())
+            for part, more, less in zip(self._parts, own, without, strict=True)
+        ]
         return JointPlan.of(self.pack, plans)
 
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
@@ -224,16 +232,17 @@ class Scorer:
         `keep`. `far [N]`: which are unlike those of the calibration.
         """
         outcome = self.engine.evaluate(plan, inputs, retained, keep, strategy)
-        return self.scores_of(outcome, None if audit is None else self._audited(inputs, outcome, audit), far)
+        audited = None if audit is None else self._audited(plan, inputs, outcome, audit)
+        return self.scores_of(plan, outcome, audited, far)
 
     def begin(self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None) -> BegunStep:
         """Begin a step of rows `[N, D]`; a GPU is at it beside the host model, until it is waited for."""
         keep, far = np.arange(len(retained)), self._far(hidden)
         if audit is None:
-            return BegunStep(self, self.engine.begin(plan, hidden, retained, keep), far=far)
+            return BegunStep(self, plan, self.engine.begin(plan, hidden, retained, keep), far=far)
         inputs = self.engine.inputs(hidden)
         outcome = self.engine.evaluate(plan, inputs, retained, keep)
-        return BegunStep(self, outcome, self._audited(inputs, outcome, audit), far)
+        return BegunStep(self, plan, outcome, self._audited(plan, inputs, outcome, audit), far)
 
     def _far(self, hidden: Mapping[str, Tensor]) -> Tensor | None:
         """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says."""
@@ -245,23 +254,28 @@ class Scorer:
             ]
         return None if not far else far[0] if len(far) == 1 else torch.stack(far).amax(0)
 
-    def _audited(self, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
-        """Count what every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
+    def _audited(self, plan: Plan, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
+        """Count what the scores of every watched probe say about the active sets of some states, `[N]` each, 0 for the
+        others.
+        """
         at = np.flatnonzero(audit & (outcome.unseen == SEEN))
         counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
         for some in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
             active = np.zeros((len(some), self.pack.n_probes), dtype=bool)
             for i, state in enumerate(some):
                 active[i, outcome.probes[outcome.ptr[state] : outcome.ptr[state + 1]]] = True
-            for name, values in compare(self.engine.everything(inputs.take(some)), self._alert, active).items():
+            everything, alert = self.engine.everything(inputs.take(some)), self._alert
+            if plan.watched is not None:
+                everything, alert, active = everything[:, plan.watched], alert[plan.watched], active[:, plan.watched]
+            for name, values in compare(everything, alert, active).items():
                 counts[name][some] = values
         counts["audited"][at] = 1
         return counts
 
     def scores_of(
-        self, outcome: Outcome, audited: Mapping[str, Ints] | None = None, far: Tensor | None = None
+        self, plan: Plan, outcome: Outcome, audited: Mapping[str, Ints] | None = None, far: Tensor | None = None
     ) -> tuple[Scores, Mask]:
-        """Turn an outcome into scores, with what they cover, and the next retained sets."""
+        """Turn an outcome of a plan into scores, with what they cover, and the next retained sets."""
         n, p = len(outcome.unseen), self.pack.n_probes
         not_reached, unseen = p - outcome.n_active - outcome.n_dropped, ("",) * n
         if outcome.unseen.any():
@@ -275,6 +289,7 @@ class Scorer:
             evaluated=outcome.n_evaluated,
             released=outcome.n_released,
             late=outcome.n_late,
+            excluded=np.where(outcome.unseen == SEEN, plan.n_excluded, 0),
             unseen=unseen,
             far=np.zeros(n, dtype=np.int64) if far is None else np.where(outcome.unseen == SEEN, far.cpu().numpy(), 0),
             **(audited or dict.fromkeys(AUDITED, np.zeros(n, dtype=np.int64))),
@@ -325,16 +340,17 @@ class BegunStep:
     def __init__(
         self,
         scorer: Scorer,
+        plan: Plan,
         step: Outcome | StepUnderWay,
         audited: Mapping[str, Ints] | None = None,
         far: Tensor | None = None,
     ) -> None:
-        self._scorer, self._step, self._audited, self._far = scorer, step, audited, far
+        self._scorer, self._plan, self._step, self._audited, self._far = scorer, plan, step, audited, far
 
     def wait(self) -> tuple[Scores, Mask]:
         """Return scores and the next retained sets `[N, P]`, once they are there; call it once."""
         outcome = self._step if isinstance(self._step, Outcome) else self._step.wait()
-        return self._scorer.scores_of(outcome, self._audited, self._far)
+        return self._scorer.scores_of(self._plan, outcome, self._audited, self._far)
 
 
 def _rebuilt(

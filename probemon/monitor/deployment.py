@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 SCHEMA = Path(__file__).with_name("deployment.schema.json")
 _MAX_BYTES = 1 << 20
+_CONCEPTS = ("always_on", "include", "exclude", "depth")
+_SETTINGS = (*_CONCEPTS, "audit_rate")
 _LONGEST = 200  # characters of what is wrong
 Steps = Sequence[str | int]
 
@@ -73,7 +75,7 @@ class Deployment:
     @property
     def settings(self) -> dict[str, Any]:
         """Return settings of a manager, by name."""
-        given = {name: self.content[name] for name in ("always_on", "audit_rate") if name in self.content}
+        given = {name: self.content[name] for name in _SETTINGS if name in self.content}
         return {**self.content.get("cascade", {}), **given}
 
     @contextmanager
@@ -82,12 +84,12 @@ class Deployment:
         try:
             yield
         except (ConfigError, UnknownConcept) as error:
-            places: list[list[str]] = [["cascade", name] for name in self.content.get("cascade", {})]
-            places += [[name] for name in ("always_on", "audit_rate")]
+            places: list[Steps] = [["cascade", name] for name in self.content.get("cascade", {})]
+            places += [[name] for name in _SETTINGS if name in self.content]
             named = [place for place in places if re.search(rf"\b{place[-1]}\b", str(error))]
             if isinstance(error, UnknownConcept):
-                named = [["always_on"]]
-            steps = named[0] if named else ["cascade" if "cascade" in self.content else "packs"]
+                named = self._naming(error)
+            steps: Steps = named[0] if named else ["cascade" if "cascade" in self.content else "packs"]
             raise self._error(steps, str(error)) from error
 
     def open_packs(self) -> AnyPack:
@@ -167,6 +169,15 @@ class Deployment:
         """Return a folder beside the file; what is none is a name."""
         folder = self.path.parent / pack
         return str(folder) if folder.is_dir() else pack
+
+    def _naming(self, error: UnknownConcept) -> list[Steps]:
+        """Return where the concept of an error stands."""
+        lists = [(name, list(self.content.get(name, ()))) for name in _CONCEPTS]
+        places: list[Steps] = [
+            [name, concept if name == "depth" else at] for name, given in lists for at, concept in enumerate(given)
+            if repr(concept) in str(error)
+        ]  # fmt: skip
+        return places or [[name] for name, given in lists if given]
 
     def _error(self, steps: Steps, message: str) -> DeploymentError:
         return _error(self.path, self._text, steps, message)

@@ -16,11 +16,12 @@ from probemon.packs.group import AnyPack, PackGroup
 
 @dataclass(frozen=True)
 class Cost:
-    """Of all packs together: how many probes there are, how many of them every token reads and at most may read, and
-    the bytes of their weights. `rules`: how many there are, by concept.
+    """Of all packs together: how many probes there are, how many of them are watched, how many every token reads and at
+    most may read, and the bytes of their weights. `n_rules`: how many there are, by concept.
     """
 
     n_probes: int
+    n_watched: int
     n_always: int
     n_most: int
     weight_bytes: int
@@ -40,13 +41,14 @@ def cost_of(deployment: Deployment, pack: AnyPack) -> Cost:
         else:
             members, own = [ConfiguredPack.of(pack, settings)], [probes]
         counted = [_counts(member, extra) for member, extra in zip(members, own, strict=True)]
-    n_probes, n_always, n_most, weight_bytes, always_bytes, most_bytes = map(sum, zip(*counted, strict=True))
-    return Cost(n_probes, n_always, n_most, weight_bytes, always_bytes, most_bytes, len(rules))
+    n_probes, n_watched, n_always, n_most, weights, always, most = map(sum, zip(*counted, strict=True))
+    return Cost(n_probes, n_watched, n_always, n_most, weights, always, most, len(rules))
 
 
-def _counts(member: ConfiguredPack, extra: Sequence[int]) -> tuple[int, int, int, int, int, int]:
+def _counts(member: ConfiguredPack, extra: Sequence[int]) -> tuple[int, ...]:
     pack = member.pack
     n, n_bytes = pack.n_probes, pack.weight_bytes()
-    n_always = len(member.plan_with(extra).start)
-    n_most = min(n, member.config.max_loaded_probes)
-    return n, n_always, n_most, n_bytes, n_bytes * n_always // n, n_bytes * n_most // n
+    plan = member.plan_with(extra)
+    n_always, n_watched = len(plan.start), n - plan.n_excluded
+    n_most = min(n_watched, member.config.max_loaded_probes)
+    return n, n_watched, n_always, n_most, n_bytes, n_bytes * n_always // n, n_bytes * n_most // n

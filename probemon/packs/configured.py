@@ -12,20 +12,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from probemon.core.branches import watched_probes, without
+from probemon.core.concept_names import Wanted
+from probemon.core.hierarchy import Mask
 from probemon.core.plan import CascadePlan, expand_thresholds
 from probemon.core.scores import Floats
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError
-from probemon.packs.group import PackGroup
+from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
 
 
 @dataclass(frozen=True)
 class ConfiguredPack:
-    """A pack, its settings, and its expand thresholds `[P]` by them."""
+    """A pack, its settings, what is watched of it by them (None: all) and its expand thresholds `[P]`."""
 
     pack: ProbePack
     config: CascadeConfig
+    recommended_load: float | str | None
+    watched: Mask | None
     thresholds: Floats
 
     @classmethod
@@ -36,36 +43,72 @@ class ConfiguredPack:
         recommended = dict(pack.recommended)
         recommended_load = recommended.pop("load_threshold", None)  # that one is what "auto" means
         config = CascadeConfig.of({**recommended, **settings})
-        thresholds = expand_thresholds(
-            pack.tree,
-            pack.score_rule,
-            config.load_threshold,
-            pack.alert_threshold.numpy(),
-            pack.expand_threshold.numpy(),
-            recommended_load,
-        )
-        return cls(pack, config, thresholds)
+        watched = _watched(pack, config, config.exclude)
+        return cls(pack, config, recommended_load, watched, _thresholds(pack, config, recommended_load, watched))
 
-    def plan_with(self, extra: Sequence[str | int]) -> CascadePlan:
-        """Return a plan with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
-        always_on = [self.pack.find(concept) for concept in (*self.config.always_on, *extra)]
-        return CascadePlan.of(self.pack.tree, self.pack.score_rule, self.config, self.thresholds, always_on)
+    def plan_with(self, extra: Sequence[str | int], exclude: Wanted | None = None) -> CascadePlan:
+        """Return a plan with more concepts always on, and with others excluded where `exclude` is given. Raises
+        `UnknownConcept`, `ConfigError`.
+        """
+        pack, config, watched, thresholds = self.pack, self.config, self.watched, self.thresholds
+        if exclude is not None:
+            watched = _watched(pack, config, exclude)
+            thresholds = _thresholds(pack, config, self.recommended_load, watched)
+        always_on = [pack.find(concept) for concept in (*config.always_on, *extra)]
+        for probe in always_on:
+            if watched is not None and not watched[probe]:
+                raise ConfigError(
+                    f"{pack.concepts[probe]['id']} has a rule or is always_on, and include, exclude or depth leave it"
+                    " out: watch it, or take it out of the others"
+                )
+        return CascadePlan.of(pack.tree, pack.score_rule, config, thresholds, always_on, watched)
 
 
 def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[ConfiguredPack]:
     """Configure every pack of a group by `settings`; `always_on` names concepts of the group. An error names the pack
     that it is about.
     """
-    always_on = CascadeConfig.of(settings).always_on
-    own_always_on = group.split([group.find(concept) for concept in always_on])
+    config = CascadeConfig.of(settings)
+    named = {
+        "always_on": [group.find(concept) for concept in config.always_on],
+        "include": _found(group, config.include),
+        "exclude": _found(group, config.exclude),
+    }
+    own = {key: group.split(probes) for key, probes in named.items() if key in settings}
+    depths = [(probe, n) for concept, n in config.depth.items() for probe in group.find_all(concept)]
     members = []
-    for (name, pack), probes in zip(group.packs.items(), own_always_on, strict=True):
-        own = {**settings, "always_on": probes.tolist()} if "always_on" in settings else settings
+    for at, (name, pack) in enumerate(group.packs.items()):
+        mine: dict[str, Any] = {**settings, **{key: parts[at].tolist() for key, parts in own.items()}}
+        if depths:
+            mine["depth"] = {
+                pack.concepts[probe]["id"]: n for top, n in depths for probe in group.split([top])[at].tolist()
+            }
+        if config.include and not mine["include"]:
+            raise ConfigError(f"include names no concept of {name}, so nothing of it would be watched: leave it out")
         with errors_name_pack(name):
-            member = ConfiguredPack.of(pack, own)
+            member = ConfiguredPack.of(pack, mine)
             member.plan_with(())  # what does not fit the hierarchy is an error here, too
         members.append(member)
     return members
+
+
+def _found(pack: AnyPack, concepts: Wanted) -> list[int]:
+    return pack.find_all(concepts) if not isinstance(concepts, Sequence) or len(concepts) else []
+
+
+def _watched(pack: ProbePack, config: CascadeConfig, exclude: Wanted) -> Mask | None:
+    depth = {probe: n for concept, n in config.depth.items() for probe in pack.find_all(concept)}
+    return watched_probes(pack.tree, _found(pack, config.include), _found(pack, exclude), depth)
+
+
+def _thresholds(
+    pack: ProbePack, config: CascadeConfig, recommended_load: float | str | None, watched: Mask | None
+) -> Floats:
+    tree, alert = pack.tree, pack.alert_threshold.numpy()
+    if watched is not None:  # what is left out never fires, so nothing has to open for it
+        tree, alert = without(tree, watched), np.where(watched, alert, np.float32(np.inf))
+    expand = pack.expand_threshold.numpy()
+    return expand_thresholds(tree, pack.score_rule, config.load_threshold, alert, expand, recommended_load)
 
 
 @contextmanager

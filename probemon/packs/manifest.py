@@ -123,6 +123,9 @@ def check_recommended(recommended: Mapping[str, Any], where: str) -> None:
     """Raise `ConfigError` (`UnknownSetting` for a typo) where what a pack recommends would be refused as settings."""
     try:
         CascadeConfig.of(recommended)
+        for name in recommended:
+            if name in ("include", "exclude", "depth"):
+                raise ConfigError(f"what is left out is for whoever watches to say, and no pack's to recommend: {name}")
     except (ConfigError, ArithmeticError, TypeError) as error:
         kind = type(error) if isinstance(error, ConfigError) else ConfigError
         raise kind(f"{where}: what the pack recommends is refused as a setting, too: {str(error)[:300]}") from error

@@ -151,7 +151,7 @@ def same(a, b):
         and np.array_equal(a.fired_mask, b.fired_mask)
         and all(
             np.array_equal(getattr(a.coverage, n), getattr(b.coverage, n))
-            for n in ("active", "dropped", "not_reached", "released")
+            for n in ("active", "dropped", "not_reached", "released", "excluded")
         )
     )
 
@@ -218,6 +218,7 @@ def test_random_dags_give_one_answer_however_they_are_held(model, tmp_path, rule
             {},
             {"max_loaded_probes": most, "keep_top_k": 4},
             {"load_threshold": 0.4, "aggressive_pruning": False},
+            {"include": ["c0", "c1", "c2"], "exclude": ["c12"], "depth": {"c1": 2}, "keep_top_k": 4},
         ):
             resident = DynamicProbeManager(pack, strategy="descent", **settings)
             expected = run(resident, hidden)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from probemon.core.branches import watched_probes, without
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.plan import CascadePlan, expand_thresholds
 from probemon.core.settings import CascadeConfig
@@ -14,7 +15,28 @@ from probemon.errors import ConfigError
 TICKS = [np.float32(v) for v in (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)]  # few values: ties are common
 
 
-def oracle(parents, level, path, thresholds, config, always_on, retained, own):
+def watched_by(parents, include, exclude, depth):
+    """The probes that are watched, by the words of the settings."""
+    n = len(parents)
+
+    def above(p):
+        return set(parents[p]) | {a for q in parents[p] for a in above(q)}
+
+    def steps(p, top):
+        longest = [steps(q, top) for q in parents[p]]
+        known = [length for length in longest if length is not None]
+        return 0 if p == top else max(known) + 1 if known else None
+
+    def is_under(p, tops):
+        return p in tops or bool(above(p) & set(tops))
+
+    too_deep = {p for p in range(n) for top, most in depth.items() if (steps(p, top) or 0) > most}
+    wanted = {p for p in range(n) if not include or is_under(p, include)}
+    wanted |= {a for p in wanted for a in above(p)}
+    return {p for p in wanted if not is_under(p, set(exclude) | too_deep)}
+
+
+def oracle(parents, level, path, thresholds, config, always_on, retained, own, watched):
     """(active, dropped, scores, retained, released) of one state, by the words of the design."""
     n = len(parents)
 
@@ -30,6 +52,7 @@ def oracle(parents, level, path, thresholds, config, always_on, retained, own):
 
     exempt = {p for p in range(n) if level[p] in config.base_layers} | set(always_on)
     roots = {p for p in range(n) if not parents[p]} if path else set()
+    exempt, roots = exempt & watched, roots & watched
     active = close(exempt | roots | retained)
     frontier, dropped, rounds = set(active), set(), 0
     while frontier and (config.max_rounds is None or rounds < config.max_rounds):
@@ -37,7 +60,7 @@ def oracle(parents, level, path, thresholds, config, always_on, retained, own):
         new = {
             c: max(path_score(p) for p in parents[c] if p in opened)
             for c in range(n)
-            if set(parents[c]) & opened and c not in active
+            if set(parents[c]) & opened and c not in active and c in watched
         }
         if not new:
             break
@@ -99,15 +122,17 @@ def cases(draw):
     rows = draw(st.integers(1, 4))
     own = np.array(draw(st.lists(ticks, min_size=n * rows, max_size=n * rows)), dtype=np.float32).reshape(rows, n)
     later = np.array(draw(st.lists(ticks, min_size=n * rows, max_size=n * rows)), dtype=np.float32).reshape(rows, n)
-    return tree, path, alert, config, always_on, own, later
+    some = st.lists(st.integers(0, n - 1), max_size=2)
+    part = draw(some), draw(some), draw(st.dictionaries(st.integers(0, n - 1), st.integers(0, 2), max_size=2))
+    return tree, path, alert, config, always_on, own, later, part
 
 
-def plan_of(tree, path, alert, config, always_on):
+def plan_of(tree, path, alert, config, always_on, watched):
     """The plan of a case, or None where its settings do not fit its hierarchy."""
     rule = "path" if path else "independent"
     thresholds = expand_thresholds(tree, rule, config.load_threshold, alert, alert, None)
     try:
-        return CascadePlan.of(tree, rule, config, thresholds, always_on)
+        return CascadePlan.of(tree, rule, config, thresholds, always_on, watched)
     except ConfigError:
         return None
 
@@ -115,12 +140,15 @@ def plan_of(tree, path, alert, config, always_on):
 @settings(max_examples=400, deadline=None)
 @given(cases())
 def test_cascade_equals_oracle_over_two_steps(case):
-    tree, path, alert, config, always_on, first, second = case
-    plan = plan_of(tree, path, alert, config, always_on)
+    tree, path, alert, config, always_on, first, second, part = case
+    parents = [tree.parents(i).tolist() for i in range(tree.n)]
+    mask = watched_probes(tree, *part)
+    watched = watched_by(parents, *part)
+    assert set(range(tree.n) if mask is None else np.flatnonzero(mask).tolist()) == watched
+    plan = plan_of(tree, path, alert, config, always_on, mask)
     if plan is None:
         return
     thresholds = plan.expand_threshold
-    parents = [tree.parents(i).tolist() for i in range(tree.n)]
     retained = None
     for own in (first, second):
         step = descend(plan, len(own), retained, lambda rows, probes, own=own: own[rows, probes])
@@ -132,7 +160,7 @@ def test_cascade_equals_oracle_over_two_steps(case):
         for row in range(len(own)):
             before = set() if retained is None else set(np.flatnonzero(retained[row]).tolist())
             active, dropped, scores, keep, freed = oracle(
-                parents, tree.level.tolist(), path, thresholds, config, always_on, before, own[row]
+                parents, tree.level.tolist(), path, thresholds, config, always_on, before, own[row], watched
             )
             assert set(np.flatnonzero(step.active[row]).tolist()) == active
             assert set(np.flatnonzero(step.dropped[row]).tolist()) == dropped
@@ -146,11 +174,17 @@ def test_cascade_equals_oracle_over_two_steps(case):
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_exact_finds_every_firing_probe(case):
-    tree, _, alert, config, _, own, _ = case
-    thresholds = expand_thresholds(tree, "path", "exact", alert, alert, None)
-    plan = CascadePlan.of(tree, "path", CascadeConfig(base_layers=config.base_layers), thresholds, [])
+    tree, _, alert, config, _, own, _, part = case
+    watched, everything = watched_probes(tree, *part), tree.times_best_parent(own.copy())
+    narrow, of = tree, alert
+    if watched is not None:
+        if not (watched & (tree.first_parent < 0)).any():
+            return
+        narrow, of = without(tree, watched), np.where(watched, alert, np.float32(np.inf))
+        everything[:, ~watched] = 0
+    thresholds = expand_thresholds(narrow, "path", "exact", of, of, None)
+    plan = CascadePlan.of(tree, "path", CascadeConfig(base_layers=config.base_layers), thresholds, [], watched)
     step = descend(plan, len(own), None, lambda rows, probes: own[rows, probes])
-    everything = tree.times_best_parent(own.copy())
     assert np.array_equal(everything > alert, step.active & (step.scores > alert))
 
 

@@ -10,6 +10,7 @@ from test_cascade import cases, plan_of
 
 from nets import SHAPES, logit_net, oracle, weights
 from probemon import DynamicProbeManager, ProbePack
+from probemon.core.branches import watched_probes
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import input_dtype
 from probemon.engine.cascade import collect, descend, retain
@@ -48,11 +49,12 @@ def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
 @given(cases())
 def test_compiled_descent_is_that_of_the_cascade(case):
     """Scores with many ties: a linear probe's weight is its logit for each of the one-hot states."""
-    tree, path, alert, config, always_on, first, second = case
-    plan = plan_of(tree, path, alert, config, always_on)
+    tree, path, alert, config, always_on, first, second, part = case
+    plan = plan_of(tree, path, alert, config, always_on, watched_probes(tree, *part))
     if plan is None:
         return
-    links, retained = (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), None
+    narrow, retained = plan.tree, None
+    links = narrow.child_ptr, narrow.child_idx, narrow.parent_ptr, narrow.parent_idx
     states = torch.eye(len(first))
     for ticks in (first, second):
         weights, n = logit_net(ticks), len(ticks)

@@ -40,6 +40,7 @@ SETTINGS = {
     "few slots": {"max_loaded_probes": 12, "load_threshold": 0.1},
     "pruned": {"keep_top_k": 3, "max_rounds": 1},
     "pure": {"keep_top_k": 0, "base_layers": [0, 1]},
+    "a part": {"exclude": ["*c1", "*c7"], "depth": {"*c2": 1, "*c*3": 2}},
 }
 BATCH = torch.tensor([[1, 5, 9, 13, 7], [PAD, PAD, 1, 6, 8], [PAD, 1, 3, 11, 12]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}

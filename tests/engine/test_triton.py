@@ -16,6 +16,7 @@ from test_cascade import cases, plan_of
 
 from nets import logit_net, oracle, weights
 from probemon import DynamicProbeManager
+from probemon.core.branches import watched_probes
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import prepare_input
 from probemon.core.plan import CascadePlan
@@ -133,8 +134,8 @@ def sets_of(found, n_probes):
 @given(cases())
 def test_device_cascade_is_that_of_the_host_or_says_that_it_overflowed(case):
     """Over two steps, the second from what the first retained; scores with many ties, as in test_compiled.py."""
-    tree, path, alert, config, always_on, first, second = case
-    plan = plan_of(tree, path, alert, config, always_on)
+    tree, path, alert, config, always_on, first, second, part = case
+    plan = plan_of(tree, path, alert, config, always_on, watched_probes(tree, *part))
     if plan is None:
         return
     retained, before, states = None, None, torch.eye(len(first))

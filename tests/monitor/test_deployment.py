@@ -161,6 +161,11 @@ CASES = [
     ("concepts: [c9]", "concepts: [c9", 15, "is no YAML"),
     ("name: two rules", "name: 2026-13-45", 1, "is no YAML: month must be in"),
     ("name: two rules", "name: 3", 2, "3 is not of type 'string'"),
+    ("audit_rate: 1", "exclude: [c9]\ndepth: {c1: 2}", 11, "c11 has a rule or is always_on, and include, exclude"),
+    ("audit_rate: 1", "include: [c0, c1]\nexclude: [c2, c77]", 13, "has no concept 'c77'"),
+    ("audit_rate: 1", "depth:\n  c0: 1\n  c88: 2", 14, "has no concept 'c88'"),
+    ("audit_rate: 1", "depth: {c0: -1}", 12, "-1 is less than the minimum of 0"),
+    ("audit_rate: 1", "include: []", 12, "[] should be non-empty"),
     ("rules:", "rules: 3\nrulez:", 14, "unknown, did you mean 'rules'"),
 ]
 
@@ -207,8 +212,29 @@ def test_the_cost_is_that_of_the_plan(folder):
     rules = deployment.rules(manager.pack)
     assert cost.n_rules == len(rules) == 13
     assert cost.n_always == len(manager.plan_with([rule.probe for rule in rules]).start)
-    assert cost.n_probes == cost.n_most == 40 and cost.weight_bytes == manager.pack.weight_bytes()
+    assert cost.n_probes == cost.n_watched == cost.n_most == 40 and cost.weight_bytes == manager.pack.weight_bytes()
     assert cost.always_bytes == cost.weight_bytes * cost.n_always // 40
+
+
+def test_what_is_left_out_is_what_the_settings_leave_out(folder):
+    part = {"include": ["c0", "c*1*"], "exclude": ["c26"], "depth": {"c0": 2}}
+    text = text_of(folder).partition("rules:")[0].replace("always_on: [c11]\n", "") + yaml.safe_dump(part)
+    path, model = written(folder, text), make_model()
+    scores = []
+    for manager in (
+        DynamicProbeManager.from_deployment(path),
+        DynamicProbeManager(folder / "pack", keep_top_k=5, audit_rate=1.0, **part),
+    ):
+        with manager.attach(model) as run:
+            out = model.generate(PROMPT, **GREEDY)
+        scores.append(run.result(out).scores)
+    a, b = scores
+    assert a.values.tolist() == b.values.tolist() and a.probes.tolist() == b.probes.tolist()
+    deployment = Deployment.read(path)
+    cost = cost_of(deployment, deployment.open_packs())
+    assert 0 < cost.n_watched == cost.n_most < 40
+    seen = a.coverage.seen
+    assert (a.coverage.excluded[seen] == 40 - cost.n_watched).all() and not a.coverage.excluded[~seen].any()
 
 
 def test_the_schema_is_one_and_every_part_of_it_is_explained():

@@ -359,6 +359,13 @@ def test_what_a_pack_recommends_passes_the_same_checks_as_a_setting(pack, tmp_pa
     assert len(str(caught.value)) < 700
 
 
+@pytest.mark.parametrize("key, value", [("exclude", ["c1"]), ("include", ["c1"]), ("depth", {"c1": 0})], ids=str)
+def test_no_pack_says_what_is_left_out(pack, tmp_path, key, value):
+    folder = forged_manifest(pack, tmp_path / "forged", lambda said: json.dumps(said | {"recommended": {key: value}}))
+    with pytest.raises(ConfigError, match=f"is for whoever watches to say, and no pack's to recommend: {key}"):
+        ProbePack.open(folder)
+
+
 def test_a_recommended_nan_is_refused_and_is_not_written(pack, model, tmp_path):
     folder = forged_manifest(
         pack, tmp_path / "forged", lambda said: json.dumps(said | {"recommended": {"load_threshold": math.nan}})

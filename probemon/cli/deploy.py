@@ -61,9 +61,8 @@ def check(
         f" {cost.n_most} at most ({_size(cost.most_bytes)}); weights in memory: {_size(cost.weight_bytes)}"
     )
     if cost.n_watched < cost.n_probes:
-        say(
-            f"{cost.n_watched} probes are watched; include, exclude and depth leave out {cost.n_probes - cost.n_watched}"
-        )
+        n_left_out = cost.n_probes - cost.n_watched
+        say(f"{cost.n_watched} probes are watched; include, exclude and depth leave out {n_left_out}")
     host = deployment.content.get("host", {})
     say("host: " + (", ".join(f"{name} {value}" for name, value in host.items()) or "any that the packs fit"))
     if rules:

@@ -123,20 +123,26 @@ class Scorer:
         """Return the reasons for which a token is unseen whose state, or a score of it, is no number."""
         return frozenset(self._reasons.values()) - {""}
 
-    def plan_with(self, extra: Sequence[str | int], exclude: Wanted | None = None) -> Plan:
-        """Return the plan of this manager with more concepts always on, and with others excluded than its setting says
-        where `exclude` is given. Raises `UnknownConcept`, `ConfigError`.
+    def plan_with(
+        self, extra: Sequence[str | int], exclude: Wanted | None = None, always_on: Sequence[str | int] | None = None
+    ) -> Plan:
+        """Return the plan of this manager with more concepts always on; with others excluded, or always on, than its
+        settings say, where `exclude` or `always_on` is given. Raises `UnknownConcept`, `ConfigError`.
         """
         if not isinstance(self.pack, PackGroup):
-            return self._parts[0].plan_with(extra, exclude)
-        own = self.pack.split([self.pack.find(concept) for concept in extra])
-        none = [None] * len(self._parts)
-        without = none if exclude is None else self.pack.split(self.pack.find_all(exclude) if exclude else [])
-        plans = [
-            part.plan_with(more.tolist(), None if less is None else less.tolist())
-            for part, more, less in zip(self._parts, own, without, strict=True)
-        ]
-        return JointPlan.of(self.pack, plans)
+            return self._parts[0].plan_with(extra, exclude, always_on)
+        group = self.pack
+        given: list[list[int] | None] = [[group.find(concept) for concept in extra], None, None]
+        if exclude is not None:
+            given[1] = group.find_all(exclude) if exclude else []
+        if always_on is not None:
+            given[2] = [group.find(concept) for concept in always_on]
+        own = [None if probes is None else group.split(probes) for probes in given]
+        plans = []
+        for at, part in enumerate(self._parts):
+            more, less, always = (None if parts is None else parts[at].tolist() for parts in own)
+            plans.append(part.plan_with(more or (), less, always))
+        return JointPlan.of(group, plans)
 
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.

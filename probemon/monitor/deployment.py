@@ -40,6 +40,7 @@ SCHEMA = Path(__file__).with_name("deployment.schema.json")
 _MAX_BYTES = 1 << 20
 _CONCEPTS = ("always_on", "include", "exclude", "depth")
 _SETTINGS = (*_CONCEPTS, "audit_rate")
+_CHANGEABLE = ("name", "rules", "always_on", "exclude")  # while it runs
 _LONGEST = 200  # characters of what is wrong
 Steps = Sequence[str | int]
 
@@ -150,10 +151,17 @@ class Deployment:
 
     def begin(self, run: MonitorRun) -> None:
         """Set the rules of a run that has begun, and add its sinks. Raises `DeploymentError`."""
-        run.add_rules(self.rules(run.manager.pack))
+        run.hold_to(self)
         for at, sink in enumerate(self.content.get("sinks", ())):
             with self._at("sinks", at):
                 run.add_sink(self._sink(sink))
+
+    def check_only_rules_differ(self, newer: Deployment) -> None:
+        """Raise `DeploymentError` where a newer file changes more than what can change while a model generates."""
+        for key in newer.content | self.content:
+            if key not in _CHANGEABLE and newer.content.get(key) != self.content.get(key):
+                steps = [key] if key in newer.content else []
+                raise newer._error(steps, f"{key} cannot change while it runs: end the run, and attach anew")
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
 """Publisher: where the scores of a run go: its recordings, rules, listeners and sinks.
 
-publisher = Publisher(pack, failures, recordings, reads, keep_tokens=None)      # recordings(): those of the run
-publisher.rules.append(rule)
+publisher = Publisher(pack, watches, failures, recordings, reads, keep_tokens=None)      # recordings(): of the run
 publisher.add_sink(JsonLinesSink("scores.jsonl"), max_batches=1024)
-publisher.publish(generation, recording, placed, scores)                 # in the thread that generates
+publisher.publish(watch, generation, recording, placed, scores)          # in the thread that generates
 publisher.close()
 """
 
@@ -25,6 +24,7 @@ from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT, Failures
 from probemon.monitor.rules import PASS, Event, Rule
 from probemon.monitor.sinks import Sink
+from probemon.monitor.watches import Watch, Watches
 from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import GenerateCall
@@ -37,7 +37,8 @@ LOG = logging.getLogger("probemon")
 
 
 class Publisher:
-    """`rules` are asked of generated tokens, `listeners` called with all. What they raise is kept in `failures`.
+    """The rules of `watches` are asked of generated tokens, `listeners` called with all. What they raise is kept in
+    `failures`.
 
     `reads(recording, first, n)`: what memories read at entries `first` to `first + n`, None where none is watched.
     """
@@ -45,13 +46,14 @@ class Publisher:
     def __init__(
         self,
         pack: AnyPack,
+        watches: Watches,
         failures: Failures,
         recordings: Callable[[], list[Recording]],
         reads: Callable[[Recording, int, int], MemoryReads | None],
         keep_tokens: int | None,
     ) -> None:
-        self.rules: list[Rule] = []
         self.listeners: list[Listener] = []
+        self._watches = watches
         self._pack, self._failures, self._recordings, self._keep_tokens = pack, failures, recordings, keep_tokens
         self._reads = reads
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
@@ -60,6 +62,11 @@ class Publisher:
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
+
+    @property
+    def rules(self) -> list[Rule]:
+        """Return the rules that hold now."""
+        return self._watches.rules
 
     @property
     def acts(self) -> bool:
@@ -89,13 +96,20 @@ class Publisher:
             )
 
     def publish(
-        self, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
+        self,
+        watch: Watch,
+        generation: Generation | None,
+        recording: Recording,
+        placed: PlacedTokens,
+        scores: Scores,
     ) -> None:
-        """Record the scores of tokens, ask the rules, call the listeners and send a batch to the sinks."""
+        """Record the scores of tokens that were scored by `watch`, ask its rules, call the listeners and send a batch
+        to the sinks.
+        """
         reads = self._reads(recording, recording.n_entries, len(placed))
         with self._keeping:
             self.tokens.update(scores.coverage.unseen)
-            recording.add(placed, scores, reads)
+            recording.add(placed, scores, reads, watch.number)
             if self._keep_tokens is not None:
                 keep_newest(self._recordings(), self._keep_tokens)
         if generation is not None:
@@ -105,8 +119,8 @@ class Publisher:
                 self._n_generated += len(placed)
                 if not seen.all():
                     self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
-                if self.rules:
-                    generation.run_actions(self._ask_rules, generation, placed, scores, reads)
+                if watch.rules:
+                    generation.run_actions(self._ask_rules, watch, generation, placed, scores, reads)
         for listener in self.listeners:
             self._failures.call("a listener", listener, placed, scores, reads)
         if self._deliveries:
@@ -157,9 +171,9 @@ class Publisher:
             )
 
     def _ask_rules(
-        self, generation: Generation, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None
+        self, watch: Watch, generation: Generation, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None
     ) -> None:
-        for number, rule in enumerate(self.rules):
+        for number, rule in watch.rules:
             for i, score, value in rule.observe(placed, scores, generation.states_of_rule(number)):
                 reading = () if reads is None else tuple(reads.of(i))
                 event = self._event(rule, generation.recording, placed, i, score=score, value=value, reading=reading)

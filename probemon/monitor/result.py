@@ -149,7 +149,8 @@ class Result:
     or its weights were written to (but not by way of `.data`, which torch does not count), before it ended, or in an
     earlier turn on the same cache, so that its tokens come from different weights; `requests`: of continuous batching,
     by row. Padding and what follows the end of a row are not tokens. `deployment`: the sha256 of the deployment by
-    whose rules it was watched, None without one.
+    whose rules it was watched, None without one; where what is watched was changed in between, of the last.
+    `watches`: (row, position, number), from which position of a row `run.watches[number]` says what was watched.
     """
 
     def __init__(
@@ -161,9 +162,10 @@ class Result:
         *,
         host_changed: bool = False,
         requests: tuple[str, ...] = (),
+        watches: tuple[tuple[int, int, int], ...] = (),
     ) -> None:
         self.pack, self.host, self.requests = pack, host, requests
-        self.host_changed = host_changed
+        self.host_changed, self.watches = host_changed, watches
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self.reads = tokens.reads
@@ -374,7 +376,10 @@ def find_result(
         raise ConfigError(f"out is {described(sequences)}: give what generate() returned, ids [B, L]")
     ids = sequences.detach().cpu().numpy().astype(np.int64)
     recording = find_recording(recordings, ids, sequences, generation=generation, keep_tokens=keep_tokens)
-    return Result(pack, tokenizer, recording.tokens(ids), recording.host, host_changed=recording.host_changed)
+    watches = tuple(one for row in range(len(ids)) for one in _watches(recording, row))
+    return Result(
+        pack, tokenizer, recording.tokens(ids), recording.host, host_changed=recording.host_changed, watches=watches
+    )
 
 
 def _result_of_requests(
@@ -382,7 +387,8 @@ def _result_of_requests(
 ) -> Result:
     """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
     parts, hosts, changed = [], [], False
-    for request, output in outputs.items():
+    watches: list[tuple[int, int, int]] = []
+    for row, (request, output) in enumerate(outputs.items()):
         if getattr(output, "error", None) is not None:
             raise AlignmentError(
                 f"request {request!r} failed in the host, so its tokens cannot be told: {output.error}"
@@ -390,6 +396,7 @@ def _result_of_requests(
         ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]], dtype=np.int64)
         recording = find_recording(recordings, ids, output, request, keep_tokens=keep_tokens)
         hosts.append(recording.host)
+        watches += _watches(recording, row)
         changed = changed or recording.host_changed
         parts.append(recording.tokens(ids))
     if not parts:
@@ -401,7 +408,12 @@ def _result_of_requests(
         hosts[0],
         host_changed=changed or any(host != hosts[0] for host in hosts),
         requests=tuple(outputs),
+        watches=tuple(watches),
     )
+
+
+def _watches(recording: Recording, row: int) -> list[tuple[int, int, int]]:
+    return [(row, max(0, column - recording.offset), number) for column, number in recording.watches]
 
 
 def _strength(score: Any, threshold: Any) -> Any:

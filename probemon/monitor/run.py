@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
 from probemon.host.site import Site
+from probemon.monitor.change import Change
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
@@ -41,6 +43,7 @@ from probemon.monitor.result import Result, find_result
 from probemon.monitor.rules import Event, Rule, make_rules
 from probemon.monitor.sinks import Sink
 from probemon.monitor.token_scorer import TokenScorer
+from probemon.monitor.watches import Watched, Watches
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import ScoreTokens
 from probemon.tracking.hand_loop import HandLoop
@@ -121,14 +124,16 @@ class MonitorRun:
         self.routing: Any = None  # the companion: what else is recorded of the same forwards
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
         self._failures = Failures()
+        self._watches = Watches(manager)
         self._publisher = Publisher(
             manager.pack,
+            self._watches,
             self._failures,
             lambda: self._watcher.recordings,
             lambda *entries: None if self.routing is None else self.routing.reads(*entries),
             keep_tokens,
         )
-        self._scorer = TokenScorer(manager, self._publisher.publish)
+        self._scorer = TokenScorer(manager, self._watches, self._publisher.publish)
         sites: list[str | Site] = list(manager.pack.sites)
         score: ScoreTokens = self._scorer.score_tokens
         on_end: Callable[[Recording], None] | None = None
@@ -204,8 +209,46 @@ class MonitorRun:
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Ask these rules of generated tokens, too: see `on`."""
-        self._scorer.evaluate_always([rule.probe for rule in rules])
-        self._publisher.rules += rules
+        self._watches.add(rules)
+
+    def hold_to(self, deployment: Deployment) -> None:
+        """Begin with the rules of a deployment file."""
+        rules = deployment.rules(self.manager.pack)
+        self._watches.change(of_file=rules, deployment=deployment.sha256, count=False)
+
+    def update(
+        self,
+        deployment: str | Path | Deployment | None = None,
+        *,
+        rules: Sequence[Mapping[str, Any]] | None = None,
+        always_on: Wanted | None = None,
+        exclude: Wanted | None = None,
+    ) -> int:
+        """Change what is watched while the host generates, from any thread, whole or not at all.
+
+            run.update(exclude=["plant"], rules=[{"concept": "weapon", "above": 0.5, "action": "stop"}])
+            run.update("watch.yaml")                        # a deployment file that was edited
+
+        It holds for every token that is scored from now on. What is given replaces what was: the run's own rules, each
+        with the arguments of `on`; the concepts that are always on; those that are excluded. A file replaces the rules
+        of the file before it, never the run's own, and the other two; all else in it has to say what the file said
+        that the run began with. A rule that stays goes on with its streaks.
+
+        Returns the number of the state that holds now: `run.watches[number]` says what it is, and `result.watches`
+        from which position on it held. Raises `DeploymentError`, `UnknownConcept`, `ConfigError`,
+        `NotSupportedDecoding` (a stop while beams run); what held before goes on then.
+        """
+        change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
+        if self._watcher.running_beams:
+            change.check_beams()
+        number = change.make(self._watches)
+        self.deployment = change.deployment or self.deployment
+        return number
+
+    @property
+    def watches(self) -> list[Watched]:
+        """Return what was watched, state by state: as it began, then after every `update`."""
+        return list(self._watches.past)
 
     @property
     def events(self) -> deque[Event]:
@@ -342,7 +385,8 @@ class MonitorRun:
             generation=generation,
             keep_tokens=self._keep_tokens,
         )
-        result.deployment = None if self.deployment is None else self.deployment.sha256
+        if result.watches:
+            result.deployment = self._watches.past[result.watches[-1][2]].deployment
         return result
 
     # -- attaching -------------------------------------------------------------------------------
@@ -351,7 +395,7 @@ class MonitorRun:
         if self._entered:
             raise ConfigError("a run is entered once: call manager.attach again")
         with ExitStack() as stack:
-            self._scorer.pin(stack)
+            self._watches.pin(stack)
             stack.enter_context(self._watcher)
             if self.routing is not None:
                 self.routing.open()

@@ -1,7 +1,6 @@
 """TokenScorer: tokens with their hidden states to scores, and what each row retains carried to its next token.
 
-scorer = TokenScorer(manager, publish)              # publish(generation, recording, placed, scores)
-scorer.evaluate_always([17])                        # a probe that a rule waits for
+scorer = TokenScorer(manager, watches, publish)     # publish(watch, generation, recording, placed, scores)
 report = scorer.score_tokens(generation, recording, placed, states)
 if report is not None:
     report(True)                                    # waits for the scores and publishes them
@@ -10,54 +9,30 @@ if report is not None:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 
 import numpy as np
 
 from probemon.core.hierarchy import Mask
-from probemon.core.plan import CascadePlan
 from probemon.core.scores import PROMPT, Scores
 from probemon.engine.audit import sample
-from probemon.engine.joint import JointPlan
 from probemon.engine.scorer import Scorer
+from probemon.monitor.watches import Watch, Watches
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording
 
-Publish = Callable[[Generation | None, Recording, PlacedTokens, Scores], None]
+Publish = Callable[[Watch, Generation | None, Recording, PlacedTokens, Scores], None]
 
 
 class TokenScorer:
     """`score_tokens` is called in the order of the tokens, of each thread; `publish` too."""
 
-    def __init__(self, manager: Scorer, publish: Publish) -> None:
-        self._manager, self._publish = manager, publish
+    def __init__(self, manager: Scorer, watches: Watches, publish: Publish) -> None:
+        self._manager, self._watches, self._publish = manager, watches, publish
         self._n_probes, self._top_k = manager.pack.n_probes, manager.report_top_k
-        self._plan, self._ruled, self._pinned = manager.plan, list[int](), False
         self._audit_seed = secrets.randbits(62)  # drawn anew, so that runs together are a random sample too
-
-    def evaluate_always(self, probes: Sequence[int]) -> None:
-        """Evaluate these probes too at every token from now on. Raises `ConfigError` where there is no room."""
-        ruled = [*self._ruled, *probes]
-        plan = self._manager.plan_with(ruled)
-        names = ", ".join(self._manager.pack.concepts[probe]["id"] for probe in probes)
-        self._manager.engine.check_room(plan, names)
-        if self._pinned:
-            self._manager.arena.pin(_always(plan))
-            self._manager.arena.unpin(_always(self._plan))
-        self._plan, self._ruled = plan, ruled
-
-    def pin(self, stack: ExitStack) -> None:
-        """Keep the weights of what is always evaluated on the device until `stack` closes."""
-        self._manager.arena.pin(_always(self._plan))
-        self._pinned = True
-        stack.callback(self._unpin)
-
-    def _unpin(self) -> None:
-        self._pinned = False
-        self._manager.arena.unpin(_always(self._plan))
 
     def score_tokens(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
@@ -68,6 +43,7 @@ class TokenScorer:
         """
         if not placed.rows.size:
             return None
+        watch = self._watches.now  # once: what scores these tokens also judges them
         rows = placed.rows
         origin = rows
         if generation is not None and generation.origin is not None and placed.phase != PROMPT:
@@ -75,27 +51,32 @@ class TokenScorer:
         if isinstance(states, str):
             recording.retain(rows, recording.retained_of(origin))
             scores = Scores.nothing(len(placed), self._n_probes, states, self._top_k)
-            self._publish(generation, recording, placed, scores)
+            self._publish(watch, generation, recording, placed, scores)
             return None
         audit, rate = None, self._manager.audit_rate
         if rate:
             audit = sample(rate, self._audit_seed, recording.number, rows, placed.columns)
         if placed.phase == PROMPT:
-            return lambda report: self._score_prompt(generation, recording, placed, states, audit) if report else None
+            return lambda report: (
+                self._score_prompt(watch, generation, recording, placed, states, audit) if report else None
+            )
         # Before its first token a sequence retains nothing, and has no sets yet.
         before = recording.retained_of(origin) if recording.retained is None else recording.retained[origin]
-        step = self._manager.begin(self._plan, states, before, audit)
+        if watch.number and watch.plan.watched is not None:  # what is excluded since then may have been retained
+            before = before & watch.plan.watched
+        step = self._manager.begin(watch.plan, states, before, audit)
 
         def end_step(report: bool) -> None:
             scores, retained = step.wait()
             if report:
                 recording.retain(rows, retained)
-                self._publish(generation, recording, placed, scores)
+                self._publish(watch, generation, recording, placed, scores)
 
         return end_step
 
     def _score_prompt(
         self,
+        watch: Watch,
         generation: Generation | None,
         recording: Recording,
         placed: PlacedTokens,
@@ -104,10 +85,7 @@ class TokenScorer:
     ) -> None:
         # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
         prompt_rows, last = np.unique(placed.rows[::-1], return_index=True)
-        retained, parts = self._manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist(), audit=audit)
+        last_tokens = (len(placed) - 1 - last).tolist()
+        retained, parts = self._manager.score_prompt(watch.plan, states, last_tokens, audit=audit)
         recording.retain(prompt_rows, retained)
-        self._publish(generation, recording, placed, Scores.join(parts, self._n_probes, self._top_k))
-
-
-def _always(plan: CascadePlan | JointPlan) -> np.ndarray:
-    return np.flatnonzero(plan.always)
+        self._publish(watch, generation, recording, placed, Scores.join(parts, self._n_probes, self._top_k))

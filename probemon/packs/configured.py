@@ -46,22 +46,25 @@ class ConfiguredPack:
         watched = _watched(pack, config, config.exclude)
         return cls(pack, config, recommended_load, watched, _thresholds(pack, config, recommended_load, watched))
 
-    def plan_with(self, extra: Sequence[str | int], exclude: Wanted | None = None) -> CascadePlan:
-        """Return a plan with more concepts always on, and with others excluded where `exclude` is given. Raises
-        `UnknownConcept`, `ConfigError`.
+    def plan_with(
+        self, extra: Sequence[str | int], exclude: Wanted | None = None, always_on: Sequence[str | int] | None = None
+    ) -> CascadePlan:
+        """Return a plan with more concepts always on; with others excluded, or always on, than the settings say, where
+        `exclude` or `always_on` is given. Raises `UnknownConcept`, `ConfigError`.
         """
         pack, config, watched, thresholds = self.pack, self.config, self.watched, self.thresholds
         if exclude is not None:
             watched = _watched(pack, config, exclude)
             thresholds = _thresholds(pack, config, self.recommended_load, watched)
-        always_on = [pack.find(concept) for concept in (*config.always_on, *extra)]
-        for probe in always_on:
+        named = config.always_on if always_on is None else always_on
+        always = [pack.find(concept) for concept in (*named, *extra)]
+        for probe in always:
             if watched is not None and not watched[probe]:
                 raise ConfigError(
                     f"{pack.concepts[probe]['id']} has a rule or is always_on, and include, exclude or depth leave it"
                     " out: watch it, or take it out of the others"
                 )
-        return CascadePlan.of(pack.tree, pack.score_rule, config, thresholds, always_on, watched)
+        return CascadePlan.of(pack.tree, pack.score_rule, config, thresholds, always, watched)
 
 
 def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[ConfiguredPack]:

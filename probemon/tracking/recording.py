@@ -72,7 +72,7 @@ class Recording:
     `before`: why columns before the first were not seen. `mark`, `mark_after`: what the host was when it began, and
     once it had run what is recorded. `switched`: other adapters were on in some forward. `done`: nothing more will
     come. `n_entries` were added, the first `n_forgotten` of them dropped, all of columns before `forgotten`. `ages`:
-    when each batch in `placed` came in its process.
+    when each batch in `placed` came in its process. `watches`: from which column which state of what is watched held.
     """
 
     call: SequenceColumns
@@ -99,9 +99,14 @@ class Recording:
     scores: list[Scores] = field(default_factory=list)
     reads: list[MemoryReads] = field(default_factory=list)  # as long as `scores`, or empty where no memory is watched
     ages: list[int] = field(default_factory=list)
+    watches: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None = None) -> None:
-        """Add a batch of tokens with their scores, and what memories read at each, where any is watched."""
+    def add(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None = None, watch: int = 0) -> None:
+        """Add a batch of tokens with their scores, what memories read at each, where any is watched, and the number of
+        the state of what is watched that they were scored by.
+        """
+        if not self.watches or self.watches[-1][1] != watch:
+            self.watches.append((int(placed.columns.min()), watch))
         self.n_entries += len(placed)
         self.placed.append(placed)
         self.scores.append(scores)

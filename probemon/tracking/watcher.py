@@ -132,6 +132,11 @@ class Watcher:
         return len(self._running)
 
     @property
+    def running_beams(self) -> bool:
+        """Whether some thread is inside a `generate()` with beams."""
+        return any(generation.prompt.n_beams > 1 for generation in list(self._running))
+
+    @property
     def generating(self) -> bool:
         """Whether some thread is inside `generate()`."""
         return bool(self._running) or self._hooks.batches.n_calls > 0

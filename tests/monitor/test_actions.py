@@ -116,8 +116,7 @@ def test_aggregates_follow_a_beam_through_its_rows(manager, model, aggregate):
     """Every event of a returned beam is one that its own history makes, and none is missing."""
     options = {**GREEDY, "num_beams": 4, "num_return_sequences": 4}
     with manager.attach(model) as run:
-        run.on("c9", above=0.9999999)  # never met; c9 is evaluated everywhere
-        run._publisher.rules.clear()
+        run.update(always_on=["c9"])
         out = model.generate(PROMPT, **options)
     result, probe = run.result(out), manager.pack.find("c9")
     running = [over(aggregate, column(result, probe, row)[:, None])[:, 0] for row in range(4)]

@@ -37,6 +37,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
         evaluated=evaluated,
         released=np.zeros(n, np.int64),
         late=np.zeros(n, np.int64),
+        excluded=np.zeros(n, np.int64),
         unseen=tuple(unseen),
         far=far,
         **dict.fromkeys(AUDITED, np.zeros(n, np.int64)),
@@ -282,7 +283,7 @@ def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
         for name in ("active", "dropped", "not_reached", "evaluated", "far")
     }
     assert about == {
-        "coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0} | sums,
+        "coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0, "excluded": 0} | sums,
         "unseen": unseen,
     }
     assert len(unseen) > 3

@@ -1,0 +1,135 @@
+"""Watches: what a run watches and what follows, changed as a whole while the host generates.
+
+watches = Watches(manager)
+watch = watches.now                      # taken once for a batch of tokens: its plan scores them, its rules judge them
+watches.change(rules=rules, exclude=["plant"], count=True)
+watches.past[watch.number]               # what it was, without the plan
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from probemon.core.concept_names import Wanted
+from probemon.engine.scorer import Plan, Scorer
+from probemon.monitor.rules import Rule
+
+Concepts = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What held from some token on: `rules`, the ids of the concepts that are `always_on` and that are excluded (None:
+    as the manager's settings say), and the sha256 of the `deployment` file that says so, if one does.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    always_on: Concepts | None = None
+    exclude: Concepts | None = None
+    deployment: str | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One state of what is watched: the `number` of changes before it; its `plan`; its rules, each with a number of its
+    own in the run, by which its streaks and running scores are found again after a change.
+    """
+
+    number: int
+    plan: Plan
+    rules: tuple[tuple[int, Rule], ...]
+
+
+class Watches:
+    """`now` is replaced whole; whoever scores or judges tokens takes it once."""
+
+    def __init__(self, manager: Scorer) -> None:
+        self._manager = manager
+        self.now = Watch(0, manager.plan, ())
+        self.past = [Watched()]
+        self._own: tuple[Rule, ...] = ()
+        self._of_file: tuple[Rule, ...] = ()
+        self._n_rules, self._pinned = 0, False
+        self._lock = threading.Lock()
+
+    @property
+    def rules(self) -> list[Rule]:
+        """Return the rules that hold: those of a deployment file, then the run's own."""
+        return [rule for _, rule in self.now.rules]
+
+    def add(self, rules: Sequence[Rule]) -> None:
+        """Add rules before there are tokens to judge."""
+        self.change([*self._own, *rules], count=False)
+
+    def change(
+        self,
+        rules: Sequence[Rule] | None = None,
+        *,
+        of_file: Sequence[Rule] | None = None,
+        always_on: Wanted | None = None,
+        exclude: Wanted | None = None,
+        deployment: str | None = None,
+        count: bool = True,
+    ) -> int:
+        """Replace what is given, for the tokens from now on, and return the number of the state that holds then.
+
+        `rules`: the run's own; `of_file`: those of the deployment. A rule that held before, and still does, goes on
+        with its streaks. Not `count`ed is what comes before the first token. Raises `UnknownConcept`, `ConfigError`,
+        `ArenaFull`, and changes nothing then.
+        """
+        with self._lock:
+            before, said = self.now, self.past[-1]
+            own = self._own if rules is None else tuple(rules)
+            filed = self._of_file if of_file is None else tuple(of_file)
+            said = Watched(
+                (*filed, *own),
+                said.always_on if always_on is None else self._ids(always_on),
+                said.exclude if exclude is None else self._ids(exclude),
+                deployment or said.deployment,
+            )
+            probes = [rule.probe for rule in said.rules]
+            plan = self._manager.plan_with(probes, said.exclude, said.always_on)
+            names = ", ".join(self._manager.pack.concepts[probe]["id"] for probe in dict.fromkeys(probes))
+            self._manager.engine.check_room(plan, names)
+            if self._pinned:
+                self._manager.arena.pin(np.flatnonzero(plan.always))
+                self._manager.arena.unpin(np.flatnonzero(before.plan.always))
+            self._own, self._of_file = own, filed
+            self.now = Watch(before.number + count, plan, self._numbered(said.rules))
+            if count:
+                self.past.append(said)
+            else:
+                self.past[-1] = said
+            return self.now.number
+
+    def pin(self, stack: ExitStack) -> None:
+        """Keep the weights of what is always evaluated on the device until `stack` closes."""
+        self._manager.arena.pin(np.flatnonzero(self.now.plan.always))
+        self._pinned = True
+        stack.callback(self._unpin)
+
+    def _unpin(self) -> None:
+        self._pinned = False
+        self._manager.arena.unpin(np.flatnonzero(self.now.plan.always))
+
+    def _ids(self, concepts: Wanted) -> Concepts:
+        pack = self._manager.pack
+        probes = [] if isinstance(concepts, Sequence) and not len(concepts) else pack.find_all(concepts)
+        return tuple(pack.concepts[probe]["id"] for probe in probes)
+
+    def _numbered(self, rules: Sequence[Rule]) -> tuple[tuple[int, Rule], ...]:
+        known, numbered = list(self.now.rules), []
+        for rule in rules:
+            same = next((one for one in known if one[1] == rule), None)
+            if same is None:
+                same = (self._n_rules, rule)
+                self._n_rules += 1
+            else:
+                known.remove(same)
+            numbered.append(same)
+        return tuple(numbered)

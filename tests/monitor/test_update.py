@@ -1,0 +1,182 @@
+"""What is watched changes while the host generates: from a token on, whole, and as an oracle that replays it says."""
+
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from test_deployment import GREEDY, PROMPT, folder, text_of, written  # noqa: F401 (folder is a fixture)
+
+from conftest import make_model
+from probemon import DynamicProbeManager
+from probemon.errors import ConfigError, DeploymentError, NotSupportedDecoding, UnknownConcept
+from probemon.monitor.rules import make_rules
+
+RECORD = {"action": lambda event: None}
+PARTS = [  # of each state: what is excluded, always on, and the rules as (concept, above, tokens in a row)
+    ([], ["c11"], [("c9", 0.2, 2), ("c3", 0.1, 1)]),
+    (["c3", "c26"], [], [("c9", 0.2, 2), ("c2", 0.3, 3)]),
+    (["c2"], ["c12"], []),
+    ([], [], [("c9", 0.2, 2), ("c9", 0.2, 2)]),
+]
+
+
+def rules_of(part):
+    return [{"concept": concept, "above": above, "for_tokens": n, **RECORD} for concept, above, n in part[2]]
+
+
+def states_of(model, out):
+    """Hidden states of the tapped layer at every token of an output, by one forward of the host."""
+    states = []
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: states.append(output))
+    with torch.no_grad():
+        model(out[:, :-1])
+    handle.remove()
+    return states[0] if isinstance(states[0], torch.Tensor) else states[0][0]
+
+
+def replayed(manager, hidden, n_prompt, changes):
+    """Scores and events of one row, token by token, by plans and rules of the state that holds there."""
+    retained, streaks, events, scores, sites = None, {}, [], [], manager.pack.sites
+    for t in range(len(hidden)):
+        part = PARTS[max(number for column, number in changes if column <= t)]
+        probes = [manager.pack.find(concept) for concept, *_ in part[2]]
+        plan = manager.plan_with(probes, part[0], part[1])
+        before = None
+        if t >= n_prompt:
+            before = retained if plan.watched is None else retained & plan.watched
+        inputs = manager.engine.inputs({sites[0]: hidden[t : t + 1]})
+        found, retained = manager.evaluate(plan, inputs, before, np.arange(1))
+        scores.append(found)
+        if t < n_prompt:
+            continue
+        held, met = {}, {}
+        for concept, above, n in part[2]:
+            which = (concept, above, n, met.setdefault((concept, above, n), 0))  # the same rule may stand twice
+            met[concept, above, n] += 1
+            score = dict(zip(found.active(0).tolist(), found.active_scores(0).tolist(), strict=True))[
+                manager.pack.find(concept)
+            ]
+            held[which] = streaks.get(which, 0) + 1 if score > above else 0
+            if held[which] == n:
+                events.append((concept, t, score))
+        streaks = held
+    return scores, events
+
+
+@pytest.mark.parametrize("arena", ["resident", "paged"])
+def test_changes_are_those_of_a_replay(folder, arena):  # noqa: F811
+    model = make_model()
+    manager = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"])
+    if arena == "paged":
+        n_bytes = manager.pack.weight_bytes() * 30 // 40
+        manager = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"], arena_bytes=n_bytes)
+    numbers, n_prompt = [], PROMPT.shape[1]
+    with manager.attach(model) as run:
+        for rule in rules_of(PARTS[0]):
+            run.on(rule.pop("concept"), **rule)
+
+        def change(placed, scores):
+            if placed.columns[0] in (7, 10, 14):
+                exclude, always_on, _ = part = PARTS[len(numbers) + 1]
+                numbers.append(run.update(exclude=exclude, always_on=always_on, rules=rules_of(part)))
+
+        run.listen(change)
+        out = model.generate(PROMPT, **GREEDY)
+        events = [(event.concept, event.column, event.score) for event in run.events]
+    result = run.result(out)
+    assert numbers == [1, 2, 3] and result.watches == ((0, 0, 0), (0, 8, 1), (0, 11, 2), (0, 15, 3))
+    assert [one.exclude for one in run.watches[1:]] == [("c3", "c26"), ("c2",), ()]
+    hidden = states_of(model, out)[0]
+    scores, expected = replayed(manager, hidden, n_prompt, [(0, 0), (8, 1), (11, 2), (15, 3)])
+    for t, theirs in enumerate(scores):
+        assert result.scores.active(t).tolist() == theirs.active(0).tolist(), t
+        assert np.allclose(result.scores.active_scores(t), theirs.active_scores(0), atol=1e-5)
+        assert result.coverage.excluded[t] == theirs.coverage.excluded[0]
+    assert [event[:2] for event in events] == [event[:2] for event in expected] and len(events) >= 3
+    assert np.allclose([event[2] for event in events], [event[2] for event in expected], atol=1e-5)
+
+
+def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_nothing(folder):  # noqa: F811
+    base = text_of(folder).replace("action: stop", "action: record")
+    better = base.replace("always_on: [c11]", "exclude: [c26]").replace("above: 0.2", "above: 0.1")
+    bad = {
+        "keep_top_k: 5": ("keep_top_k: 6", r"line \d+: cascade: cascade cannot change while it runs"),
+        "concepts: [c9]": ("concepts: [c99]", "has no concept 'c99'"),
+        "always_on: [c11]": ("exclude: [c9]", "c9 has a rule or is always_on, and include, exclude or depth leave it"),
+        "on_blind: pass": ("on_blid: pass", "unknown, did you mean"),
+    }
+    model, manager = make_model(), DynamicProbeManager.from_deployment(written(folder, base))
+    with manager.attach(model) as run:
+        run.on("c2", above=0.3, action=lambda event: None)
+
+        def reload(placed, scores):
+            if placed.columns[0] == 9:
+                for old, (new, said) in bad.items():
+                    with pytest.raises((DeploymentError, ConfigError), match=said):
+                        run.update(written(folder, base.replace(old, new, 1), "edited.yaml"))
+                with pytest.raises(UnknownConcept):
+                    run.update(exclude=["c99"])
+                assert len(run.watches) == 1 and run.deployment.path.name == "watch.yaml"
+                run.update(written(folder, better, "edited.yaml"))
+
+        run.listen(reload)
+        out = model.generate(PROMPT, **GREEDY)
+    assert not run.failures and [one.deployment for one in run.watches] == [
+        DynamicProbeManager.from_deployment(folder / name).deployment.sha256 for name in ("watch.yaml", "edited.yaml")
+    ]
+    assert run.result(out).watches[-1] == (0, 10, 1)
+    assert run.result(out).deployment == run.watches[1].deployment
+    above = {(event.concept, event.above) for event in run.events}
+    assert ("c9", 0.1) in above and ("c2", 0.3) in above
+    assert yaml.safe_load(better)["exclude"] == list(run.watches[1].exclude)
+
+
+def test_another_thread_changes_whole_states_alone(folder):  # noqa: F811
+    model, manager = make_model(), DynamicProbeManager(folder / "pack")
+    wanted = [(["c0"], "c3"), (["c3"], "c0")]  # a mixture would evaluate what is excluded, or raise
+    stop = threading.Event()
+    with manager.attach(model) as run:
+
+        def change():
+            while not stop.is_set():
+                for exclude, concept in wanted:
+                    run.update(exclude=exclude, rules=[{"concept": concept, "above": 0.0, **RECORD}])
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        try:
+            out = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 40})
+        finally:
+            stop.set()
+            thread.join()
+    result = run.result(out)
+    assert len({number for *_, number in result.watches}) > 5
+    ends = [*(position for _, position, _ in result.watches[1:]), len(result)]
+    for (_, begin, number), end in zip(result.watches, ends, strict=True):
+        excluded = {manager.pack.find(concept) for concept in run.watches[number].exclude or ()}
+        for t in range(begin, end):
+            assert not excluded & set(result.scores.active(t).tolist())
+
+
+def test_what_cannot_be_changed_is_refused(folder):  # noqa: F811
+    model, manager = make_model(), DynamicProbeManager(folder / "pack")
+    with manager.attach(model) as run:
+        for arguments, said in (
+            ({}, "nothing is to change"),
+            ({"rules": [{"above": 0.2}]}, "a rule has no concept"),
+            ({"rules": [{"concept": "c1", "abov": 0.2}]}, "a rule has no 'abov', did you mean 'above'"),
+            ({"rules": "c1"}, "rules is 'c1': give a list of dicts"),
+            ({"deployment": written(folder, text_of(folder))}, "began without a deployment"),
+            ({"exclude": [f"c{i}" for i in range(4)]}, "nothing would ever be scored"),
+        ):
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                run.update(**arguments)
+        run.listen(lambda placed, scores: run.update(rules=[{"concept": "c3", "above": 0.1, "action": "stop"}]))
+        model.generate(PROMPT, num_beams=2, **{**GREEDY, "max_new_tokens": 2})
+        assert isinstance(run.failures[0], NotSupportedDecoding) and len(run.watches) == 1
+        run._failures.errors.clear()
+        run._failures.n_errors = 0
+    assert make_rules(manager.pack, "c3", above=0.1, for_tokens=1, aggregate=None, action="stop")

@@ -14,13 +14,17 @@ from figure_words import JUDGED, reason_of
 def memory_overhead(found: dict[str, Any]) -> list[str]:
     """What watching states and slots adds to a decode step."""
     what = {"steps": "steps", "states": "steps and states", "reads": "reads of slots, as routing"}
-    lines = ["| host | watched | a bare step | added (95 % interval) | bar |", "|---|---|---|---|---|"]
+    lines = [
+        "| host | watched | a bare step | added (95 % interval) | inside our hooks (95 % interval) | bar |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in found["rows"]:
         judged = JUDGED[row["holds"]]
         bar = "none" if row["bar"] is None else f"at most {row['bar']:g} %{judged}"
         lines.append(
             f"| {row['host']} | {what[row['way']]} | {row['bare_ms']:.0f} ms | {row['added_pct']:+.1f} %"
             f" ({row['low']:+.1f} to {row['high']:+.1f}) |"
+            f" {row['hooks_pct']:.1f} % ({row['hooks_low']:.1f} to {row['hooks_high']:.1f}) |"
             f" {bar} |"
         )
     return lines

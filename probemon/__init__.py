@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from probemon.core.aggregate import Mean as Mean
     from probemon.core.aggregate import RollingMax as RollingMax
     from probemon.core.aggregate import RollingMean as RollingMean
+    from probemon.core.baselines import Rank as Rank
+    from probemon.core.baselines import ZScore as ZScore
     from probemon.core.scores import Coverage as Coverage
     from probemon.core.scores import RowState as RowState
     from probemon.core.scores import Scores as Scores
@@ -54,6 +56,7 @@ _MODULES = {
     "ParquetSink": "monitor.sinks",
     "ProbePack": "packs.pack",
     "ProbemonError": "errors",
+    "Rank": "core.baselines",
     "Result": "monitor.result",
     "RollingMax": "core.aggregate",
     "RollingMean": "core.aggregate",
@@ -61,6 +64,7 @@ _MODULES = {
     "Scores": "core.scores",
     "Summary": "monitor.summary",
     "TokenEvent": "monitor.stream",
+    "ZScore": "core.baselines",
     "summarise": "monitor.summary",
 }
 __all__ = [*_MODULES, "__version__"]

@@ -1,6 +1,7 @@
 """Aggregators: running scores over the tokens so far, bit for bit the same online and offline.
 
     aggregator = Ema(weight=0.3)                            # or named("mean"), named(None), parse("ema:0.3"), ...
+                                                            # z-scores and ranks: probemon.core.baselines
     state = aggregator.begin()
     state, values = aggregator.add(state, scores)           # scores [K] of one token of one row -> values [K] float64
     running = over(aggregator, scores)                      # scores [T, K] -> [T, K] float64, by the same steps
@@ -216,7 +217,8 @@ _PARSED: dict[str, Callable[[str], Aggregator]] = {
 
 _CHOICES = (
     "give none (each token's own score), mean, max, attention, attention:T, ema:W, rolling_mean:N or rolling_max:N, "
-    "with the temperature T, the newest token's share W, the number of tokens N; or an aggregator, such as Ema(0.3)"
+    "with the temperature T, the newest token's share W, the number of tokens N; z:pack, rank:pack, z:last:N or "
+    "rank:last:N, for how unusual it is; or an aggregator, such as Ema(0.3)"
 )
 
 
@@ -235,8 +237,13 @@ def parse(text: str) -> Aggregator:
     """Return the aggregator of a text, which is one of these, or what `str()` of an aggregator gives.
 
     "none", "mean", "max", "attention", "attention:T", "ema:W", "rolling_mean:N", "rolling_max:N": T is the temperature,
-    W the newest token's share, N the number of tokens. Raises `ConfigError`.
+    W the newest token's share, N the number of tokens. "z:pack" and its like: see `probemon.core.baselines`. Raises
+    `ConfigError`.
     """
+    if text.strip().partition(":")[0] in ("z", "rank"):
+        from probemon.core.baselines import parse_baseline  # which is made of what is here
+
+        return parse_baseline(text)
     match = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
     name, parameter = (match[1], match[2] or match[3]) if match else ("", None)
     if parameter is None and name in _NAMES:

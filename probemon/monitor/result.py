@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.aggregate import Aggregator, Doubles, named, over
+from probemon.core.baselines import needs_every_token, with_counts
 from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
 from probemon.core.hierarchy import Ints, Mask
@@ -255,10 +256,11 @@ class Result:
     ) -> Aggregate:
         """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
 
-        A token at which the concept was not active counts as 0 (`.n_inactive`); an unseen one is left out. `phase`:
-        "prompt", "generated" or None for every token. Raises `UnknownConcept`, `ConfigError`.
+        A token at which the concept was not active counts as 0 (`.n_inactive`), but where the last tokens are a
+        baseline it is an error; an unseen one is left out. `phase`: "prompt", "generated" or None for every token. Raises `UnknownConcept`, `ConfigError`.
         """
-        probe, aggregator = self.pack.find(concept), named(aggregate)
+        probe = self.pack.find(concept)
+        aggregator = with_counts(named(aggregate), self.pack, [probe])
         chosen = self._of_phase(self._of_row(row), phase)
         if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
             raise ConfigError(
@@ -268,6 +270,11 @@ class Result:
         chosen &= self.coverage.seen
         tokens, column = np.flatnonzero(chosen), self.scores.column(probe)
         n_inactive = len(tokens) - int(np.isin(tokens, self.scores.state_of[self.scores.probes == probe]).sum())
+        if n_inactive and needs_every_token(aggregator):
+            raise ConfigError(
+                f"{self.pack.concepts[probe]['id']} was not evaluated at {n_inactive} of {len(tokens)} tokens, so"
+                f" {aggregator} would compare with scores that nobody knows: give always_on, or a rule"
+            )
         return Aggregate(
             str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive
         )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from probemon.core.aggregate import Aggregator, named
+from probemon.core.baselines import ceiling, with_counts
 from probemon.core.checks import check_count, check_number
 from probemon.core.concept_names import Wanted
 from probemon.core.memory_reads import Reading
@@ -115,15 +116,16 @@ def make_rules(
     """Make a rule for each of the concepts, with the arguments of `run.on`. Raises `UnknownConcept`, `ConfigError`."""
     aggregator = named(aggregate)
     probes = pack.find_all(concept)
+    # Each knows of its own concept, where it compares with what a pack knows.
+    own = [with_counts(aggregator, pack, [probe]) for probe in probes]
     levels = pack.thresholds_for(aggregator)[probes].tolist() if above is None else [above] * len(probes)
-    for probe, level in zip(probes, levels, strict=True):
+    for probe, level, most in zip(probes, levels, map(ceiling, own), strict=True):
         if above is None and not level < 1:  # NaN: not calibrated; 1: the rate asked for is met by no lower one
             raise ConfigError(
                 f"{pack.concepts[probe]['id']} has no alert threshold in {pack.name} for {aggregator} that a score"
                 f" can exceed ({level}): give above="
             )
-        remedy = "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1"
-        check_number("above", level, low=0, high=1, open_high=True, remedy=remedy)
+        check_above(aggregator, level, most)
     for_tokens = check_count("for_tokens", for_tokens, least=1, remedy="it counts tokens in a row, so give 1 or more")
     if action not in ACTIONS and not callable(action):
         raise ConfigError(
@@ -133,9 +135,18 @@ def make_rules(
         raise ConfigError(f"on_blind is {on_blind!r}: give 'pass', 'stop', 'raise' or a callable that takes the event")
     is_own = above is None and str(aggregator) == "each"
     return [
-        Rule(probe, float(level), for_tokens, aggregator, action, _set_of(pack, probe) if is_own else None, on_blind)
-        for probe, level in zip(probes, levels, strict=True)
+        Rule(probe, float(level), for_tokens, bound, action, _set_of(pack, probe) if is_own else None, on_blind)
+        for probe, level, bound in zip(probes, levels, own, strict=True)
     ]
+
+
+def check_above(aggregator: Aggregator, above: object, most: float) -> float:
+    """Return the threshold of a rule, which a value has to exceed, and `most` is what none exceeds. Raises
+    `ConfigError`.
+    """
+    what = "scores lie" if most == 1 else f"{aggregator} lies"
+    remedy = f"{what} between 0 and {most:.6g} and must exceed it, so give 0 or more, and less than {most:.6g}"
+    return check_number("above", above, low=0, high=most, open_high=True, remedy=remedy)
 
 
 def _set_of(pack: AnyPack, probe: int) -> str | None:

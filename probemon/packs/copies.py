@@ -76,6 +76,7 @@ def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
         "aggregated": {name: pack.thresholds_for(name)[at] for name in pack.aggregated},
         "alert_set": pack.alert_set,
         "alert_sets": {name: thresholds[at] for name, thresholds in pack.other_alert_sets().items()},
+        "score_counts": {name: pack.score_counts(name)[at] for name in pack.counted},
         "familiar": pack.familiar,
         "golden_hidden": pack.golden_hidden,
         "recommended": pack.recommended,

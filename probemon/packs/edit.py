@@ -28,6 +28,7 @@ from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
 from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.probes import InputSpec
+from probemon.core.score_counts import N_BINS
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack, errors_name_pack
@@ -104,6 +105,7 @@ def merge(
         expand_threshold=expand_threshold,
         aggregated=_aggregated(members),
         **_joined_alert_sets(members, recommended.get("load_threshold")),
+        score_counts=_score_counts(members),
         familiar=[_one_familiar(members, spec) for spec in specs],
         golden_hidden=_golden(members, list(dict.fromkeys(spec.site for spec in specs))),
         recommended=recommended,
@@ -247,6 +249,21 @@ def _aggregated(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
             ]
         )
         for name in dict.fromkeys(name for pack in packs for name in pack.aggregated)
+    }
+
+
+def _score_counts(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
+    """Return counts `[P, N_BINS]` by aggregator, zeros for the probes of packs that have none for it."""
+    return {
+        name: torch.cat(
+            [
+                pack.score_counts(name)
+                if name in pack.counted
+                else torch.zeros(pack.n_probes, N_BINS, dtype=torch.int32, device="cpu")
+                for pack in packs
+            ]
+        )
+        for name in dict.fromkeys(name for pack in packs for name in pack.counted)
     }
 
 

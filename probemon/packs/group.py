@@ -24,6 +24,7 @@ from torch import Tensor
 from probemon.core.checks import check_count
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree, Ints
+from probemon.core.score_counts import N_BINS
 from probemon.errors import ConfigError
 from probemon.packs.pack import ProbePack
 from probemon.packs.pack_html import packs_html
@@ -37,7 +38,8 @@ class PackGroup:
     - `packs`: by name; `tree`: their hierarchies side by side
     - `concepts`: ids, names and parents qualified: "pack:id"
     - `inputs` and `sites`: each once
-    - `alert_threshold`, `expand_threshold` `[P]`; `aggregated`: what any pack has thresholds for
+    - `alert_threshold`, `expand_threshold` `[P]`; `aggregated`, `counted`: what any pack has thresholds, or
+      counts of scores, for
     - `numbers[i]`: ascending, the numbers in the group of the probes of pack i
 
     Raises `ConfigError` where packs cannot be told apart or read hidden states of different sizes.
@@ -60,6 +62,7 @@ class PackGroup:
         self.inputs = list(dict.fromkeys(spec for pack in members for spec in pack.inputs))
         self.sites = list(dict.fromkeys(spec.site for spec in self.inputs))
         self.aggregated = tuple(sorted({name for pack in members for name in pack.aggregated}))
+        self.counted = tuple(sorted({name for pack in members for name in pack.counted}))
         self._pack_of, self._own = _order([pack.tree for pack in members])
         self.numbers = [np.flatnonzero(self._pack_of == i) for i in range(len(members))]
         self.tree = _union([pack.tree for pack in members], self.numbers)
@@ -127,6 +130,19 @@ class PackGroup:
         if len(errors) == len(thresholds):
             raise errors[0]
         return self._laid_out(thresholds)
+
+    def score_counts(self, aggregator: object = None) -> Tensor:
+        """Return what `ProbePack.score_counts` does, zeros for the probes of packs that have none for it. Raises
+        `ConfigError` where no pack has any.
+        """
+        name = "each" if aggregator is None else str(aggregator)
+        if name not in self.counted:
+            next(iter(self.packs.values())).score_counts(aggregator)  # raises, and says how to get them
+        counts = torch.zeros(self.n_probes, N_BINS, dtype=torch.int32, device="cpu")
+        for numbers, pack in zip(self.numbers, self.packs.values(), strict=True):
+            if name in pack.counted:
+                counts[torch.from_numpy(numbers)] = pack.score_counts(aggregator)
+        return counts
 
     def split(self, probes: Sequence[int] | Ints) -> list[Ints]:
         """Return the packs' own numbers of some probes, an array for each pack, in their order."""

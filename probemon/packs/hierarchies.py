@@ -244,6 +244,10 @@ class Proposal:
                 kind: {key: torch.cat([ones, own]) for key, own in spec[kind].items()}
                 for kind in ("aggregated", "alert_sets")
             },
+            "score_counts": {
+                name: torch.cat([counts.new_zeros(n, counts.shape[1]), counts])
+                for name, counts in spec["score_counts"].items()
+            },
             "recommended": {
                 **_recommended_without_hierarchy(pack),
                 "load_threshold": "calibrated",

@@ -48,12 +48,14 @@ from probemon.packs.tensors import (
     AGGREGATED,
     ALERT_SET,
     ALWAYS,
+    SCORE_COUNTS,
     THRESHOLDS,
     VECTORS,
     aggregator_names,
     alert_set_names,
     check_dtypes,
     check_golden,
+    counted_names,
     familiar_of,
     first_wrong_threshold,
     largest_magnitudes,
@@ -75,6 +77,7 @@ class OpenedPack:
     - `alert_threshold`, `expand_threshold` `[P]` fp32, NaN where not calibrated
     - `aggregated`: names, as `str()` gives them, of the aggregators with alert thresholds of their own
       (`thresholds_for`)
+    - `counted`: names of the aggregators whose running scores were counted on calibration text (`score_counts`)
     - `alert_set`: the name of the set that `alert_threshold` is, or None; `alert_sets`: the names of all there are
       (`with_alert_set`)
     - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
@@ -120,6 +123,7 @@ class OpenedPack:
         self._aggregated = self._recommended_aggregated = {
             name: tensors.read(AGGREGATED + name) for name in self.aggregated
         }
+        self.counted = counted_names(described, self.n_probes, where)
         self.alert_set: str | None = manifest.get("alert_set")
         self._alert_sets = {
             name: tensors.read(ALERT_SET + name) for name in alert_set_names(described, self.n_probes, where)
@@ -395,6 +399,25 @@ class OpenedPack:
                 " pack for it"
             )
         return self._aggregated[name]
+
+    def score_counts(self, aggregator: object = None) -> Tensor:
+        """Return how often the running scores of an aggregator were how high on calibration text, `[P, 128]` int32, by
+        the bins of `core.score_counts`; without one, the tokens' own. Zeros where a concept was not counted.
+
+        Raises `ConfigError` where the pack has none for it, `PackCorrupt` where they are none.
+        """
+        name = "each" if aggregator is None else str(aggregator)
+        if name not in self.counted:
+            option = "" if name == "each" else f" --aggregate {name}"
+            raise ConfigError(
+                f"{self.name} does not say how its concepts score on ordinary text{f' by {name}' if option else ''}:"
+                f" probemon calibrate --benign FILE --statistics{option} counts it"
+            )
+        counts = self._tensors.all()[SCORE_COUNTS + name]
+        self._tensors.check()
+        if bool((counts < 0).any()):
+            raise PackCorrupt(f"{self.directory / PROBES}: {SCORE_COUNTS}{name} has a count under 0: fetch the pack again")
+        return counts
 
     @property
     def alert_sets(self) -> tuple[str, ...]:

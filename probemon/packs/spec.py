@@ -21,6 +21,7 @@ from probemon.core.checks import check_choice, check_mapping, check_mappings, ch
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.probes import Architecture, InputSpec
+from probemon.core.score_counts import N_BINS
 from probemon.errors import ConfigError, PackError
 from probemon.packs.claims import SET_NAME
 from probemon.packs.manifest import (
@@ -38,11 +39,14 @@ from probemon.packs.tensors import (
     AGGREGATED,
     ALERT_SET,
     DTYPES,
+    SCORE_COUNTS,
     THRESHOLDS,
     familiar_tensors,
     first_wrong_threshold,
     name_of,
 )
+
+_MOST_COUNTED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,7 @@ class PackSpec:
     aggregated: Mapping[str, Tensor] | None = None
     alert_set: str | None = None
     alert_sets: Mapping[str, Tensor] | None = None
+    score_counts: Mapping[str, Tensor] | None = None
     familiar: Sequence[Familiar | None] | None = None
     golden_hidden: Tensor | None = None
     recommended: Mapping[str, Any] | None = None
@@ -125,6 +130,7 @@ class PackSpec:
             "expand_threshold": ordered(self.expand_threshold),
             **{AGGREGATED + str(name): ordered(thresholds) for name, thresholds in (self.aggregated or {}).items()},
             **{ALERT_SET + name: ordered(thresholds) for name, thresholds in (self.alert_sets or {}).items()},
+            **{SCORE_COUNTS + str(name): counts[order] for name, counts in self._counts().items()},
             **familiar_tensors(self.familiar or ()),
         }
         self._check_values(small)
@@ -166,7 +172,7 @@ class PackSpec:
         check_text("licence", self.licence, PackError)
         check_text("card", self.card, PackError)
         check_mapping("host", self.host, PackError)
-        for key in ("aggregated", "alert_sets", "recommended", "provenance", "quality"):
+        for key in ("aggregated", "alert_sets", "score_counts", "recommended", "provenance", "quality"):
             if getattr(self, key) is not None:
                 check_mapping(key, getattr(self, key), PackError)
         self._check_alert_sets()
@@ -229,6 +235,16 @@ class PackSpec:
             raise PackError(
                 f"input_index must lie in 0..{len(self.input_specs) - 1}: it says which of the inputs a probe reads"
             )
+
+    def _counts(self) -> dict[str, Tensor]:
+        """Return the counts of scores `[P, N_BINS]` int32 by aggregator, in the order of `concepts`."""
+        counts = {}
+        for name, tensor in (self.score_counts or {}).items():
+            check_tensor(f"score_counts[{name!r}]", tensor, (len(self.order), N_BINS), PackError)
+            if tensor.is_floating_point() or bool((tensor < 0).any()) or bool((tensor > _MOST_COUNTED).any()):
+                raise PackError(f"score_counts[{name!r}] are not whole numbers from 0 to {_MOST_COUNTED}: give counts")
+            counts[name] = tensor.to(torch.int32)
+        return counts
 
     def _golden(self, golden_hidden: Tensor) -> Tensor:
         golden = golden_hidden.to(torch.float32).contiguous()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from probemon.core.familiarity import Familiar
 from probemon.core.probes import Architecture
+from probemon.core.score_counts import N_BINS
 from probemon.errors import PackCorrupt
 from probemon.packs.claims import SET_NAME
 
@@ -25,6 +26,7 @@ VECTORS = {
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
+SCORE_COUNTS = "score_counts:"  # and the name of the aggregator whose running scores were counted, or "each"
 ALERT_SET = "alert_threshold@"  # and the name of a set of alert thresholds that is not the one in force
 FAMILIAR = ("familiar_mean@", "familiar_basis@", "familiar_limit@")  # and the number of an input
 ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
@@ -72,6 +74,21 @@ def aggregator_names(described: Mapping[str, Tensor], n_probes: int, where: str)
             raise PackCorrupt(
                 f"{where}: {key} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and"
                 f" torch.float32 ({n_probes},)"
+            )
+    return tuple(names)
+
+
+def counted_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:
+    """Return the aggregators whose running scores were counted on calibration text. Raises `PackCorrupt` where these
+    are no counts.
+    """
+    names = sorted(key.removeprefix(SCORE_COUNTS) for key in described if key.startswith(SCORE_COUNTS))
+    for name in names:
+        tensor = described[SCORE_COUNTS + name]
+        if not name or tuple(tensor.shape) != (n_probes, N_BINS) or tensor.dtype != torch.int32:
+            raise PackCorrupt(
+                f"{where}: {SCORE_COUNTS}{ascii(name)[:80]} is {tensor.dtype} {tuple(tensor.shape)}, expected an"
+                f" aggregator's name and torch.int32 ({n_probes}, {N_BINS})"
             )
     return tuple(names)
 

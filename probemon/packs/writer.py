@@ -48,6 +48,7 @@ _SAFETENSORS_CODES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int8: "I8",
+    torch.int32: "I32",
     torch.int64: "I64",
 }
 
@@ -63,6 +64,8 @@ class PackWriter:
     - `alert_threshold`, `expand_threshold` `[P]`: NaN, the default, where not calibrated
     - `aggregated`: alert thresholds `[P]` by `str()` of an aggregator
     - `alert_set`: the name of the set that `alert_threshold` is; `alert_sets`: further sets `[P]` by name
+    - `score_counts`: how often each scored how high on calibration text, `[P, 128]` whole numbers (`ScoreCounts`), by
+      `str()` of an aggregator, "each" for the tokens' own
     - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
     - `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`, whose scores are kept
     - `recommended`: settings; `provenance`, `quality`: dicts of JSON

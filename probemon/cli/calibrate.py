@@ -103,6 +103,16 @@ def calibrate(
             )
         ),
     ] = None,
+    statistics: Annotated[
+        bool,
+        typer.Option(
+            "--statistics",
+            help=(
+                "Only count how concepts score on the benign documents, for the rules z:pack and rank:pack; what alerts"
+                " or expansion are calibrated on is counted in any case."
+            ),
+        ),
+    ] = False,
     text_field: TextField = "text",
     id_field: IdField = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is left out.")] = MAX_CHARS,
@@ -133,10 +143,13 @@ def calibrate(
     from probemon.manager import DynamicProbeManager
     from probemon.offline.calibrated_pack import write_calibrated
     from probemon.offline.documents import read_documents
+    from probemon.offline.score_statistics import ScoreStatistics
     from probemon.packs.pack import ProbePack
 
     goals = _Goals(fpr, expand_recall, parse(aggregate), unit, confidence, family)
-    goals.check(has_alert_options=positive is not None or bool(watch) or family or goals.aggregator != Each())
+    counts_alone = statistics and fpr is None and expand_recall is None
+    chosen = not counts_alone and (bool(watch) or goals.aggregator != Each())
+    goals.check(has_alert_options=positive is not None or family or chosen, counts_alone=counts_alone)
     if benign == positive == "-":
         raise ConfigError("--benign and --positive are both standard input: give a file for one of them")
     check_device(device)
@@ -170,12 +183,17 @@ def calibrate(
         "positive": None if present is None else present.stated(),
         "host": {"model": name, "dtype": str(host.dtype).removeprefix("torch."), "device": device},
     }
-    calibrated = write_calibrated(opened, target, watched=watched, alerts=alerts, expansion=expansion, inputs=inputs)
+    columns = watched if expand_recall is None else range(opened.n_probes)
+    counted = ScoreStatistics.of(ordinary.scores, columns, goals.aggregator)
+    calibrated = write_calibrated(
+        opened, target, watched=watched, alerts=alerts, expansion=expansion, statistics=counted, inputs=inputs
+    )
     if as_json:
-        stated = {"expansion": expansion and expansion.stated(), "inputs": inputs}
+        stated = {"expansion": expansion and expansion.stated(), "statistics": counted.stated(), "inputs": inputs}
         answer({"directory": str(target), "name": calibrated.name, **_rates(opened, watched, alerts), **stated})
     else:
         _show(calibrated, target, watched, alerts, expansion, ordinary)
+        say(counted.sentence().replace("`", ""))
 
 
 @dataclass(frozen=True)
@@ -189,14 +207,17 @@ class _Goals:
     confidence: float
     family: bool
 
-    def check(self, *, has_alert_options: bool) -> None:
+    def check(self, *, has_alert_options: bool, counts_alone: bool) -> None:
         """Raise `ConfigError` or `CalibrationError` for goals that cannot be reached or say nothing."""
+        from probemon.core.baselines import refuse_baseline
         from probemon.offline.calibrate import check_targets
         from probemon.offline.expansion import check_recall
 
-        if self.fpr is None and self.recall is None:
+        refuse_baseline(self.aggregator, "--aggregate")
+        if self.fpr is None and self.recall is None and not counts_alone:
             raise ConfigError(
-                "nothing to calibrate: give --fpr for alert thresholds, --expand-recall for expand thresholds, or both"
+                "nothing to calibrate: give --fpr for alert thresholds, --expand-recall for expand thresholds, or"
+                " --statistics to count scores alone"
             )
         if self.fpr is None and has_alert_options:
             raise ConfigError("--positive, --watch, --family and --aggregate are of alert thresholds: give --fpr too")

@@ -87,6 +87,7 @@ def _as_dict(pack: ProbePack) -> dict[str, Any]:
         "alert_set": pack.alert_set,
         "alert_sets": list(pack.alert_sets),
         "aggregated_thresholds": {name: int((~pack.thresholds_for(name).isnan()).sum()) for name in pack.aggregated},
+        "counted_scores": {name: int(pack.score_counts(name).sum(1).max()) for name in pack.counted},
         "calibrations": _calibrations(pack),
         "n_alert_thresholds": int((~pack.alert_threshold.isnan()).sum()),
         "quality": manifest.get("quality") or None,
@@ -124,6 +125,8 @@ def _show(pack: ProbePack) -> None:
     if pack.alert_sets:
         others = f"; beside it {', '.join(pack.alert_sets[1:])}" if pack.alert_sets[1:] else ""
         say(f"alert thresholds: {pack.alert_sets[0]}, which it recommends{others}")
+    if pack.counted:
+        say(f"it says how its concepts score on ordinary text, by {', '.join(pack.counted)} (rules: z:pack, rank:pack)")
     for entry in _calibrations(pack):
         what = (
             f"alerts on {entry['aggregator']} of {entry['n_watched']} concepts to {entry['fpr']:g} by {entry['unit']}"

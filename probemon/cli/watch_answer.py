@@ -185,7 +185,8 @@ class Watched:
             running = self.result.aggregate(rule.probe, rule.aggregator)
             if not len(running.values):
                 continue
-            best = int(np.argmax(running.values))
+            known = ~np.isnan(running.values)  # a z-score needs some tokens to compare with
+            best = int(np.argmax(np.where(known, running.values, -np.inf)))
             score = float(running.values[best])
             token = self.result.where(self.result.at(0, int(running.positions[best])))
             at = f"at {printable(token['token'])!r}, position {token['position']}" if score else "at any token seen"
@@ -193,7 +194,9 @@ class Watched:
             what = "scored" if rule.aggregator == Each() else f"had a running score ({rule.aggregator}) of"
             score_text, above = apart(score, rule.above)
             line = f"--stop-on: {name} was not met; it {what} at most {score_text} {at}, and takes over {above}"
-            lines.append((rule.above - score, line))
+            if not known.any():
+                line = f"--stop-on: {name} was not met; there were too few tokens for {rule.aggregator}"
+            lines.append((rule.above - score if known.any() else math.inf, line))
         more = [f"and {len(lines) - _RULES_SHOWN} more of --stop-on were not met"] if len(lines) > _RULES_SHOWN else []
         return [line for _, line in sorted(lines)[:_RULES_SHOWN]] + more
 

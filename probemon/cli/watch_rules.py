@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.core.aggregate import Aggregator, Doubles, Each, parse
+from probemon.core.baselines import ceiling, with_counts
 from probemon.core.files import why_not_writable
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.rules import Event
@@ -161,8 +162,12 @@ def _bar(pack: AnyPack, probe: int, text: str, above: float | None, strength: fl
                 f" {concept}:above=SCORE"
             )
         above = score_of_strength(threshold, strength) if strength else threshold
-    if not 0 <= above < 1:
-        raise ConfigError(f"--stop-on {text}: a score has to exceed {above:g}, so it lies between 0 and less than 1")
+    most = ceiling(with_counts(aggregator, pack, [probe]))
+    if not 0 <= above < most:
+        what = "a score" if most == 1 else str(aggregator)
+        raise ConfigError(
+            f"--stop-on {text}: {what} has to exceed {above:g}, so it lies between 0 and less than {most:.6g}"
+        )
     return above
 
 

@@ -57,7 +57,7 @@ class _Baseline:
         if self.last is not None:
             remedy = f"it counts tokens, so give {LEAST_TOKENS} or more"
             object.__setattr__(self, "last", check_count("last", self.last, least=LEAST_TOKENS, remedy=remedy))
-        if isinstance(self.of, _Baseline) or isinstance(self.of, type) or not isinstance(self.of, Aggregator):
+        if isinstance(self.of, (_Baseline, type)) or not isinstance(self.of, Aggregator):
             raise ConfigError(f"of is {self.of!r}: give an aggregator of scores, such as Ema(0.3)")
 
     def begin(self) -> State:
@@ -96,7 +96,9 @@ class _Baseline:
         if self.counts is None:
             raise ConfigError(f"{self} compares with what a pack knows of a concept: with_counts({self}, pack, probes)")
         if len(self.counts.counts) != n_concepts:
-            raise ConfigError(f"{n_concepts} scores, and {self} knows of {len(self.counts.counts)} concepts: give those")
+            raise ConfigError(
+                f"{n_concepts} scores, and {self} knows of {len(self.counts.counts)} concepts: give those"
+            )
         return self.counts
 
 
@@ -142,8 +144,10 @@ class Rank(_Baseline):
     @property
     def ceiling(self) -> float:
         """What no value exceeds."""
-        n = self.last if self.counts is None else int(self.counts.n.max())
-        return 1.0 if n is None else n / (n + 1)
+        if self.counts is None:
+            return 1.0 if self.last is None else self.last / (self.last + 1)
+        highest = np.full(len(self.counts.counts), MOST_LOG_ODDS)
+        return float(self._by_counts(highest, self.counts).max())
 
     def _by_counts(self, odds: Doubles, counts: ScoreCounts) -> Doubles:
         return counts.below(odds) / (counts.n + 1)
@@ -153,7 +157,7 @@ class Rank(_Baseline):
         return values
 
 
-_MEASURES = {"z": ZScore, "rank": Rank}
+_MEASURES: dict[str, type[ZScore] | type[Rank]] = {"z": ZScore, "rank": Rank}
 
 
 def parse_baseline(text: str) -> ZScore | Rank:
@@ -190,6 +194,20 @@ def ceiling(aggregator: Aggregator) -> float:
     return float(getattr(aggregator, "ceiling", 1.0))
 
 
+def is_z_score(text: str | None) -> bool:
+    """Whether a text names a z-score, whose thresholds may be 1 and more."""
+    return text is not None and text.strip().startswith("z:")
+
+
+def refuse_baseline(aggregator: Aggregator, what: str) -> None:
+    """Raise `ConfigError` for a z-score or a rank: nothing is calibrated for these."""
+    if isinstance(aggregator, _Baseline):
+        raise ConfigError(
+            f"{what} {aggregator}: nothing is calibrated for a z-score or a rank, which says by itself how unusual a"
+            " score is. Give above= in the rule"
+        )
+
+
 def needs_every_token(aggregator: Aggregator) -> bool:
     """Whether a token at which the concept was not evaluated would spoil the values of those after it."""
     return isinstance(aggregator, _Baseline) and aggregator.last is not None
@@ -198,4 +216,5 @@ def needs_every_token(aggregator: Aggregator) -> bool:
 def _middle(ordered: Doubles) -> Doubles:
     """Return the medians [K] of values [n, K] in ascending order."""
     n = len(ordered)
-    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2  # type: ignore[no-any-return]
+    middle: Doubles = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    return middle

@@ -74,7 +74,7 @@ class ScoreCounts:
 
     @cached_property
     def median(self) -> Doubles:
-        """Medians `[K]` of the log odds, as if a bin's scores were evenly spread in it; NaN where nothing was counted."""
+        """Medians `[K]` of the log odds, with a bin's scores evenly spread in it; NaN where nothing was counted."""
         return np.array([np.interp(own[-1] / 2, own, EDGES) if own[-1] else np.nan for own in self._up_to_edges])
 
     @cached_property

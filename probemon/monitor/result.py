@@ -256,8 +256,9 @@ class Result:
     ) -> Aggregate:
         """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
 
-        A token at which the concept was not active counts as 0 (`.n_inactive`), but where the last tokens are a
-        baseline it is an error; an unseen one is left out. `phase`: "prompt", "generated" or None for every token. Raises `UnknownConcept`, `ConfigError`.
+        A token at which the concept was not active counts as 0 (`.n_inactive`), but is an error where the last tokens
+        are a baseline; an unseen one is left out. `phase`: "prompt", "generated" or None for every token. Raises
+        `UnknownConcept`, `ConfigError`.
         """
         probe = self.pack.find(concept)
         aggregator = with_counts(named(aggregate), self.pack, [probe])

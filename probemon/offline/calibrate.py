@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.core.aggregate import Aggregator, named, over
+from probemon.core.baselines import refuse_baseline
 from probemon.core.checks import check_share
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import at_most, lower_bound, upper_bound
@@ -163,6 +164,7 @@ def calibrate_alerts(
     """
     check_targets(fpr, confidence, unit)
     aggregator = named(aggregate)
+    refuse_baseline(aggregator, "alert thresholds of")
     running = [values for scores in benign if len(values := _running(aggregator, scores))]
     if not running:
         raise CalibrationError(

@@ -19,6 +19,7 @@ from probemon.core.aggregate import Each
 from probemon.errors import ConfigError
 from probemon.offline.calibrate import Alerts
 from probemon.offline.expansion import Expansion
+from probemon.offline.score_statistics import ScoreStatistics
 from probemon.packs.copies import quality_of, without_thresholds
 from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ProbePack
@@ -32,6 +33,7 @@ def write_calibrated(
     watched: Sequence[int] = (),
     alerts: Alerts | None = None,
     expansion: Expansion | None = None,
+    statistics: ScoreStatistics | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> ProbePack:
     """Write a new version of a pack and open it; the pack itself stays as it is.
@@ -40,12 +42,13 @@ def write_calibrated(
     - `alerts`: of the probes `watched`, in this order; other probes keep their thresholds.
     - `expansion`: see `probemon.offline.expansion`. Without one, expand thresholds that were calibrated for other alert
       thresholds are cleared.
+    - `statistics`: counts of scores, in place of those that the pack had of the same probes.
     - `inputs`: what the documents were, for the record.
 
     Raises `PackError`, `ConfigError`.
     """
-    if alerts is None and expansion is None:
-        raise ConfigError("there is nothing to write: give alerts, an expansion, or both")
+    if alerts is None and expansion is None and statistics is None:
+        raise ConfigError("there is nothing to write: give alerts, an expansion, or statistics")
     if alerts is not None and len(watched) != len(alerts.threshold):
         raise ConfigError(
             f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the"
@@ -89,6 +92,7 @@ def write_calibrated(
         "watched": [pack.concepts[probe]["id"] for probe in watched] if alerts is not None else [],
         "expansion": None if expansion is None else expansion.stated(),
         "expand_thresholds_cleared": cleared,
+        **({} if statistics is None else {"statistics": statistics.stated()}),
         "inputs": dict(inputs or {}),
         "source": {"name": pack.name, "sha256": source["files"][PROBES]["sha256"]},
         "versions": {"probemon": version("probemon"), "torch": torch.__version__, "numpy": np.__version__},
@@ -106,12 +110,13 @@ def write_calibrated(
         inputs=[spec.as_dict() for spec in pack.inputs],
         host=source["host"],
         licence=source["licence"],
-        card=pack.card_text() + _note(alerts, expansion, changes, cleared),
+        card=pack.card_text() + _note(alerts, expansion, statistics, changes, cleared),
         input_index=pack.input_index,
         alert_threshold=alert,
         expand_threshold=expand,
         aggregated=aggregated,
         **_alert_sets(pack, changes),
+        score_counts=_counts_of(pack) if statistics is None else statistics.beside(pack),
         familiar=pack.familiar,
         golden_hidden=pack.golden_hidden,
         recommended=recommended,
@@ -180,7 +185,17 @@ def _alert_quality(
     return {**before, name: {**together, "concepts": concepts}}
 
 
-def _note(alerts: Alerts | None, expansion: Expansion | None, changes: bool, cleared: bool) -> str:
+def _counts_of(pack: ProbePack) -> dict[str, Tensor]:
+    return {name: pack.score_counts(name) for name in pack.counted}
+
+
+def _note(
+    alerts: Alerts | None,
+    expansion: Expansion | None,
+    statistics: ScoreStatistics | None,
+    changes: bool,
+    cleared: bool,
+) -> str:
     lines = ["", "## Calibration", ""]
     if alerts is not None:
         as_if = " if tokens were independent, which those of one document are not" if alerts.unit == "token" else ""
@@ -198,4 +213,6 @@ def _note(alerts: Alerts | None, expansion: Expansion | None, changes: bool, cle
         lines.append("Expand thresholds were calibrated for the thresholds before and are cleared.")
     if expansion is not None:
         lines.append(expansion.sentence())
+    if statistics is not None:
+        lines.append(statistics.sentence())
     return "\n".join(lines) + "\n"

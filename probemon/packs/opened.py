@@ -394,9 +394,9 @@ class OpenedPack:
             return self.alert_threshold
         if name not in self._aggregated:
             known = ", ".join(["single tokens", *self.aggregated])
+            calibrate = "" if name.startswith(("z:", "rank:")) else " or calibrate the pack for it"
             raise ConfigError(
-                f"the alert thresholds of {self.name} are for {known}, not for {name}: give above= or calibrate the"
-                " pack for it"
+                f"the alert thresholds of {self.name} are for {known}, not for {name}: give above={calibrate}"
             )
         return self._aggregated[name]
 
@@ -416,7 +416,9 @@ class OpenedPack:
         counts = self._tensors.all()[SCORE_COUNTS + name]
         self._tensors.check()
         if bool((counts < 0).any()):
-            raise PackCorrupt(f"{self.directory / PROBES}: {SCORE_COUNTS}{name} has a count under 0: fetch the pack again")
+            raise PackCorrupt(
+                f"{self.directory / PROBES}: {SCORE_COUNTS}{name} has a count under 0: fetch the pack again"
+            )
         return counts
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from probemon.core.baselines import is_z_score
 from probemon.core.checks import check_bool, check_count, check_number, check_text, shown
 from probemon.core.strict_json import loads, no_constant
 from probemon.errors import ConfigError, RequestRefused, closest
@@ -44,6 +45,8 @@ _RULE = ("concept", "above", "for_tokens", "aggregate", "action")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_OF_A_NAME = 200  # characters
 _MOST_OF_A_STREAK = 2**31  # tokens
+_SCORE: dict[str, Any] = {"low": 0, "high": 1, "open_high": True, "remedy": "give 0 or more, and less than 1"}
+_Z: dict[str, Any] = {"low": 0, "remedy": "give 0 or more"}
 _NO_SAMPLING = {"do_sample": False}
 _TOO_DEEP = "the body is nested too deeply to be read as JSON"
 _LEAST_TEMPERATURE = 1e-4  # logits divided by less are no numbers any more
@@ -340,14 +343,14 @@ def _rule(param: str, value: Any) -> WantedRule:
     given = _object(param, value)
     _check_names(param, given, _RULE)
     read = _Reader(given, f"{param}.")
-    action = read.text("action", "tell")
+    action, aggregate = read.text("action", "tell"), read.text("aggregate")
     if action not in ("stop", "tell"):
         raise RequestRefused(f"{param}.action is {shown(action)}: give 'stop' or 'tell'", f"{param}.action")
     return WantedRule(
         concept=_required(read, param),
-        above=read.number("above", low=0, high=1, open_high=True, remedy="give 0 or more, and less than 1"),
+        above=read.number("above", **_Z if is_z_score(aggregate) else _SCORE),
         for_tokens=read.count("for_tokens", 1, least=1, most=_MOST_OF_A_STREAK),
-        aggregate=read.text("aggregate"),
+        aggregate=aggregate,
         action=action,
     )
 

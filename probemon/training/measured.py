@@ -20,6 +20,7 @@ from torch import Tensor
 from probemon.core.aggregate import Each
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import clustered, design_effect
+from probemon.core.score_counts import ScoreCounts
 from probemon.core.scores import Floats
 from probemon.training.calibration import Precise, Threshold, as_floats, number, precision_thresholds, thresholds
 from probemon.training.choice import Choice
@@ -156,6 +157,13 @@ class Measured:
             return rate
         precise = {f"precision_{self.settings.precision:g}": as_floats(self.precise)}
         return {**precise, **rate} if all(own.reached for own in self.precise) else {**rate, **precise}
+
+    @property
+    def score_counts(self) -> dict[str, Tensor]:
+        """How the concepts score at the tokens of texts that calibrate and are without them, as a pack holds it."""
+        benign = ((self.data.known == 0) & self.data.of("calibrate")[:, None])[self.part]
+        counts = ScoreCounts.of(np.where(benign, self.scores, np.float32(np.nan)))
+        return {str(Each()): torch.from_numpy(counts.counts.copy())} if counts.n.any() else {}
 
     @property
     def alert_threshold(self) -> Floats:

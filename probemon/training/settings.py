@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.aggregate import Aggregator, named
+from probemon.core.baselines import refuse_baseline
 from probemon.core.checks import check_choice, check_count, check_share, shown
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import ConfigError
@@ -69,7 +70,7 @@ class TrainingSettings:
             raise ConfigError(f"roles is empty: give one or more of {', '.join(ROLES)}")
         for name, least in (("budget", 1 << 20), ("memory", 1 << 20), ("seed", 0), ("generate", 0)):
             check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
-        named(self.watch)
+        refuse_baseline(named(self.watch), "watch is")
 
     @property
     def aggregator(self) -> Aggregator:

@@ -253,6 +253,7 @@ class _Job:
             aggregated={str(self.settings.aggregator): torch.from_numpy(found.text_threshold)}
             if not np.isnan(found.text_threshold).all() and self.settings.aggregator != Each()
             else None,
+            score_counts=found.score_counts,
             familiar=fitted.familiar,
             golden_hidden=fitted.golden,
             provenance={"training": self.settings.as_dict(), "versions": _versions(), "examples": found.counts()},

@@ -241,6 +241,8 @@ def test_stop_on_compares_the_running_score_that_is_asked_for(watch, whole):
     best = whole.aggregate("whale", "ema:0.3").values[:11].max()
     assert answer["stopped"] is None
     assert any(f"it had a running score (ema(0.3)) of at most {best:.3f} at" in line for line in lines)
+    lines, _ = watch("--max-new-tokens", 12, "--stop-on", "whale:above=5", "--aggregate", "z:last:16")
+    assert "--stop-on: whale was not met; there were too few tokens for z:last:16" in lines
     for arguments, words in ((["whale"], "are for single tokens, max, not for ema"), ([], "give --stop-on too")):
         with pytest.raises(ConfigError, match=words):
             stop_rules(whole.pack, arguments, "ema:0.3")
@@ -349,6 +351,7 @@ def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch
         (["--stop-on", "whael"], "no concept 'whael', did you mean 'whale'?"),
         (["--stop-on", "whael:2"], "no concept 'whael', did you mean 'whale'?"),
         (["--stop-on", "whale:above=1"], "--stop-on whale:above=1: a score has to exceed 1"),
+        (["--stop-on", "whale:above=134", "--aggregate", "z:last:16"], "so it lies between 0 and less than 133.084"),
         (["--stop-on", "whale:above=high"], "--stop-on whale:above=high: 'high' is no number"),
         (["--stop-on", "whale:abc"], "--stop-on whale:abc: 'abc' is no number; give a strength, or above=SCORE"),
         (["--stop-on", "whael:abc"], "no concept 'whael', did you mean 'whale'?"),

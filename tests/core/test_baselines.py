@@ -172,7 +172,7 @@ def test_no_value_is_over_the_ceiling():
     for aggregator in (ZScore(16), Rank(16), ZScore(counts=counts), Rank(counts=counts)):
         top = over(aggregator, high)[-1, 0]
         assert top == pytest.approx(ceiling(aggregator), rel=1e-12), aggregator
-    assert ceiling(Rank(16)) == 16 / 17 and ceiling(Mean()) == 1 and MOST_LOG_ODDS == pytest.approx(16.6355, abs=1e-3)
+    assert ceiling(Rank(16)) == 16 / 17 and ceiling(Mean()) == 1 and pytest.approx(16.6355, abs=1e-3) == MOST_LOG_ODDS
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -112,6 +113,24 @@ def test_at_a_token_that_was_not_seen_each_rule_does_what_it_says(folder):
     assert len(run.gaps) >= 1 and any(event.blind for event in run.events)
 
 
+def test_a_file_says_what_is_unusual_as_calls_do(folder):
+    text = text_of(folder).replace("above: 0.2", "above: 1.5\n    aggregate: z:last:16")
+    text = text.replace("action: stop", "action: record")
+    model, long = make_model(), {**GREEDY, "max_new_tokens": 40}
+    manager = DynamicProbeManager.from_deployment(written(folder, text))
+    with manager.attach(model) as run:
+        out = model.generate(PROMPT, **long)
+    values = run.result(out).aggregate("c9", "z:last:16").values
+    met = [event for event in run.events if event.aggregate == "z:last:16"]
+    assert [(event.above, event.value) for event in met] == [(1.5, value) for value in crossings(values, 1.5)]
+    assert met and np.isnan(values[:16]).all() and not np.isnan(values[16:]).any()
+
+
+def crossings(values, above):
+    over = values > above
+    return values[over & ~np.concatenate([[False], over[:-1]])].tolist()
+
+
 def test_a_stream_has_the_rules_too(folder):
     path = written(folder, text_of(folder))
     events = list(
@@ -145,6 +164,10 @@ CASES = [
     ("on_blind: pass", "on_blind: halt", 17, "'halt' is not one of"),
     ("deployment: 1", "deployment: 2", 1, "1 was expected"),
     ("above: 0.2", "above: 1.0", 15, "greater than or equal to the maximum of 1"),
+    ("above: 0.2", "above: 3\n    aggregate: rank:last:64", 15, "greater than or equal to the maximum of 1"),
+    ("above: 0.2", "above: 3\n    aggregate: z:last:8", 14, "last is 8: it counts tokens, so give 16 or more"),
+    ("above: 0.2", "above: 300\n    aggregate: z:last:64", 14, "z:last:64 lies between 0 and 133.084"),
+    ("above: 0.2", "above: 3\n    aggregate: z:pack", 14, "probemon calibrate --benign FILE --statistics counts it"),
     ("above: 0.2", "above: .nan", 15, "nan is no number that can be meant"),
     ("above: 0.2", "above: 0.2\n    rate: 0.1", 16, "above is given, too"),
     ("above: 0.2", "above: 0.2\n    above: 0.3", 16, "'above' is in line 15 already"),

@@ -8,11 +8,11 @@ import torch
 
 from conftest import HIDDEN, PAD, make_model, make_pack
 from forging import forge
-from probemon import DynamicProbeManager, Ema, PackCorrupt, ProbePack, Rank, ZScore
+from probemon import DynamicProbeManager, Ema, ProbePack, Rank, ZScore
 from probemon.core.aggregate import over
 from probemon.core.baselines import with_counts
 from probemon.core.score_counts import ScoreCounts
-from probemon.errors import CalibrationError, ConfigError, PackError
+from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.calibrated_pack import write_calibrated
 from probemon.offline.score_statistics import ScoreStatistics
@@ -35,7 +35,7 @@ def documents(n, k, seed=0):
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     """A pack that knows how its probes score at random states."""
-    pack = make_pack(tmp_path_factory.mktemp("counted") / "pack", make_model(), alert_threshold=None)
+    pack = make_pack(tmp_path_factory.mktemp("counted") / "pack", make_model())
     manager = DynamicProbeManager(pack, load_threshold=0.0)
     states = torch.randn(12, 30, HIDDEN, generator=torch.Generator().manual_seed(3))
     scores = [manager.score_all(state).numpy() for state in states]
@@ -59,7 +59,7 @@ def test_events_are_those_of_the_same_tokens_offline(counted, aggregate, ids):
     result, probe = run.result(out), counted.find("c9")
     expected = []
     for row in range(len(ids)):
-        known = with_counts(met[0].aggregate and manager_aggregator(aggregate), counted, [probe])
+        known = with_counts(made_of(aggregate), counted, [probe])
         values, over_it = over(known, column(result, probe, row))[:, 0], False
         for position, value in zip(result.aggregate("c9", aggregate, row=row).positions, values, strict=True):
             if value > 0.4 and not over_it:
@@ -67,10 +67,11 @@ def test_events_are_those_of_the_same_tokens_offline(counted, aggregate, ids):
             over_it = value > 0.4
         assert result.aggregate("c9", aggregate, row=row).values.tobytes() == values.tobytes()
     assert sorted((event.row, event.column, event.value) for event in met) == expected and expected
-    assert {event.aggregate for event in met} == {str(manager_aggregator(aggregate))}
+    assert {event.aggregate for event in met} == {str(made_of(aggregate))}
 
 
-def manager_aggregator(text):
+def made_of(text):
+    """The aggregator that a text should name."""
     measure, _, rest = text.partition(":")
     where, _, of = rest.partition(":ema:")
     last = int(where.partition(":")[2]) if where.startswith("last") else None
@@ -150,9 +151,7 @@ def test_packs_made_of_it_keep_what_it_knows(counted, tmp_path):
         rename(counted, tmp_path / "renamed", name="other"),
         subset(counted, tmp_path / "some", ["c7", "c9"]),
         quantize(counted, tmp_path / "int8"),
-        write_calibrated(
-            counted, tmp_path / "alerts", watched=[3], alerts=calibrate_alerts(documents(9, 1), fpr=0.1)
-        ),
+        write_calibrated(counted, tmp_path / "alerts", watched=[3], alerts=calibrate_alerts(documents(9, 1), fpr=0.1)),
     ):
         assert made.score_counts(Ema(0.3))[made.find("c7")].tolist() == own
     bare = make_pack(tmp_path / "bare", make_model())

@@ -18,6 +18,7 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.calibrate import calibrate
 from probemon.core.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
+from probemon.core.score_counts import ScoreCounts
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
 from probemon.offline.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed
 from probemon.offline.calibrated_pack import write_calibrated
@@ -587,6 +588,50 @@ def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack,
         f" tokens are in {n_documents} of 60 documents\n" in shown.stdout
     )
     assert "alerts on ema(0.5), 1 concept: at most 0.05 of benign tokens exceed each threshold" in shown.stdout
+
+
+@pytest.mark.parametrize("options", [["--statistics"], ["--fpr", "0.05"]], ids=["alone", "with alerts"])
+def test_the_command_counts_how_concepts_score(workplace, model, pack, tmp_path, options):
+    arguments = [pack.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl"]
+    options = [
+        *options,
+        "--aggregate",
+        "ema:0.5",
+        "--watch",
+        "c5",
+        "--watch",
+        "c6",
+        "--out",
+        tmp_path / "out",
+        "--json",
+    ]
+    done = run_command(*arguments, *options)
+    assert done.exit_code == 0, done.output
+    told, made = json.loads(done.stdout), ProbePack.open(tmp_path / "out", verify=True)
+    scores, watched = list(exhaustive(pack, model, random_texts(60, longest=40))), pack.find_all(["c5", "c6"])
+    for name, aggregator in (("each", Each()), ("ema(0.5)", Ema(0.5))):
+        expected = sum_of([ScoreCounts.of(over(aggregator, one[:, watched])) for one in scores])
+        counts = made.score_counts(name).numpy()
+        # A plain forward has other last bits, so that a score at the edge of a bin may be in the next one.
+        assert np.abs(counts[watched] - expected).sum() <= 4 and counts.sum() == counts[watched].sum() == expected.sum()
+    assert told["statistics"]["n_tokens"] == sum(map(len, scores)) and told["statistics"]["n_documents"] == 60
+    assert torch.equal(made.alert_threshold, pack.alert_threshold)  # --fpr is of ema(0.5)
+
+
+def sum_of(counts):
+    return sum(one.counts for one in counts)
+
+
+def test_the_command_calibrates_nothing_for_a_baseline(workplace, pack, tmp_path):
+    common = [pack.directory, "--benign", workplace / "benign.jsonl", "--out", tmp_path / "out"]
+    for options, words in (
+        (["--fpr", "0.1", "--aggregate", "z:pack"], "--aggregate z:pack: nothing is calibrated"),
+        ([], "or --statistics to count scores alone"),
+        (["--watch", "c5"], "nothing to calibrate"),
+        (["--statistics", "--family"], "are of alert thresholds"),
+    ):
+        done = run_command(*common, *options)
+        assert isinstance(done.exception, ConfigError) and words in str(done.exception), done.exception
 
 
 def test_the_command_calibrates_expansion_on_documents_that_set_no_alerts(workplace, model, pack, tmp_path):

@@ -71,6 +71,11 @@ def refused(kind, body):
         ({"probemon": {"rules": [{}]}}, "probemon.rules[0].concept"),
         ({"probemon": {"rules": [{"concept": "a", "abov": 1}]}}, "probemon.rules[0].abov"),
         ({"probemon": {"rules": [{"concept": "a", "above": 1}]}}, "probemon.rules[0].above"),
+        (
+            {"probemon": {"rules": [{"concept": "a", "above": 3, "aggregate": "rank:last:64"}]}},
+            "probemon.rules[0].above",
+        ),
+        ({"probemon": {"rules": [{"concept": "a", "above": -3, "aggregate": "z:last:64"}]}}, "probemon.rules[0].above"),
         ({"probemon": {"rules": [{"concept": "a", "for_tokens": 0}]}}, "probemon.rules[0].for_tokens"),
         ({"probemon": {"rules": [{"concept": "a", "action": "raise"}]}}, "probemon.rules[0].action"),
     ],
@@ -126,6 +131,9 @@ def test_what_is_asked_for_is_read():
     assert request.max_tokens == 7 and request.stop == ("x",) and request.sampling == {} and request.seed is None
     assert request.watch.concepts == ("a",) and request.watch.hold and request.watch.top_k == 3
     [rule] = request.watch.rules
+    z = {"concept": "b", "above": 3, "aggregate": "z:last:64"}
+    [unusual] = read_request("chat", json.dumps({**CHAT, "probemon": {"rules": [z]}}).encode(), LIMITS).watch.rules
+    assert (unusual.above, unusual.aggregate) == (3.0, "z:last:64")
     assert (rule.concept, rule.above, rule.for_tokens, rule.aggregate, rule.action) == ("b", 0.5, 1, None, "stop")
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     request = read_request("chat", json.dumps({**CHAT, "messages": parts, "temperature": 0}).encode(), LIMITS)

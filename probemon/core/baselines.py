@@ -1,6 +1,6 @@
 """How unusual a score is: its z-score or its rank, against a pack's calibration text or the row's own last tokens.
 
-    unusual = parse("z:last:256")                     # or ZScore(last=256), ZScore(), Rank(), Rank(last=64, of=Ema(0.3))
+    unusual = parse("z:last:256")                     # or ZScore(last=256), ZScore(), Rank(last=64, of=Ema(0.3))
     state, values = unusual.add(unusual.begin(), scores)        # as every aggregator
     for_them = with_counts(parse("z:pack"), pack, [17, 20])     # against a pack: of these concepts
     ceiling(for_them)                                           # what no value of it exceeds

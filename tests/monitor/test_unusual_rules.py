@@ -117,7 +117,7 @@ def test_of_a_concept_that_was_not_evaluated_there_is_no_baseline(counted):
     result = run.result(out)
     deep = counted.n_probes - 1
     assert result.aggregate(deep, "z:pack").n_inactive
-    with pytest.raises(ConfigError, match="was not evaluated at .* give always_on, or a rule"):
+    with pytest.raises(ConfigError, match=r"was not evaluated at .* give always_on, or a rule"):
         result.aggregate(deep, "z:last:16")
 
 

@@ -25,6 +25,7 @@ from corpora import LETTERS, make_tokenizer
 from oracle import states as forward_states
 from probemon import DynamicProbeManager
 from probemon.core.aggregate import Ema, over
+from probemon.core.score_counts import ScoreCounts
 from probemon.errors import ConfigError, HostMismatch, TrainingError
 from probemon.training import TrainingSettings, train
 from probemon.training.calibration import precision_thresholds, thresholds
@@ -100,6 +101,9 @@ def test_what_is_claimed_is_what_the_written_pack_does(model, trained, settings)
         assert found["alert"]["threshold"] == threshold and found["alert"]["n"] == len(tokens)
         assert (tokens > threshold + 1e-6).sum() <= found["alert"]["allowed"]
         assert (tokens >= threshold - 1e-6).sum() > found["alert"]["allowed"]
+        counted, own = trained.pack.score_counts()[p].numpy(), ScoreCounts.of(tokens[:, None]).counts[0]
+        # Another forward has other last bits, so that a score may be in the bin beside.
+        assert counted.sum() == len(tokens) and np.abs(np.cumsum(counted) - np.cumsum(own)).max() <= 3
         of_test = np.flatnonzero(test & (known[:, p] == 1))
         fires = np.concatenate([by_part[i][:, p] for i in of_test]) > threshold
         assert found["alert"]["test"]["with"]["rate"] == pytest.approx(fires.mean(), abs=0.01)

@@ -1,0 +1,189 @@
+"""DriftTests: whether the newest requests are like those of a reference, look after look.
+
+    tests = DriftTests(reference)                # RequestCounts
+    found = tests.add(counts)                    # of the next 100 requests: what differs now
+    found[0].kind, found[0].place, found[0].observed, found[0].p
+
+It looks after every 100 requests at the newest 1,000, and after every 1,000 at the newest 10,000. What differs has to be
+both large and beyond chance:
+
+- `base_rate`: in how many requests a concept fires. Fisher's exact test (two-sided, the smaller tail doubled) and odds
+  that are 1.5 times or more what they were, or less by as much.
+- `saturated`, `constant`: in 95 % of the requests or more a concept's score is at 0 (or at 1) at nearly all tokens, or
+  the same at all of them; more of them than in the reference, by the same test.
+- `scores`, `norms`: how the highest score of a request, and the median norm of its states, are distributed. The
+  distance of Kolmogorov and Smirnov over fixed bins, 0.15 or more.
+
+A reference is a sample, too, and Fisher's test takes it as one: nothing has to be known of the true rates. Looks
+overlap, concepts depend on each other, and neither matters: by the union bound, what is expected of false alarms is at
+most the sum of the levels of all tests, which is `FALSE_ALARMS` in a million requests. It holds for requests that are
+independent and of one distribution with those of the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.core.hierarchy import Ints
+from probemon.core.request_counts import RequestCounts
+
+Doubles = npt.NDArray[np.float64]
+KINDS = ("base_rate", "scores", "norms", "saturated", "constant")
+BLOCK = 100  # requests between looks
+_BLOCKS = 10  # of which a window consists, and which make one block of the next, longer window
+WINDOWS = (BLOCK * _BLOCKS, BLOCK * _BLOCKS**2)
+FALSE_ALARMS, IN_REQUESTS = 1.0, 1_000_000
+N_LOOKS = sum(IN_REQUESTS * _BLOCKS // window for window in WINDOWS)
+LEAST_ODDS, LEAST_SHARE, LEAST_DISTANCE = 1.5, 0.95, 0.15
+_lgamma = np.frompyfunc(math.lgamma, 1, 1)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs: `kind`, the `place` of the concept or site among those that are compared, `what` is meant of it.
+
+    `reference`, `observed`: shares of requests; of `scores` and `norms` the mean bin. `n`: requests looked at. `p`: how
+    probable as large a difference is by chance, of this one comparison. `distance`: of distributions, else 0.
+    """
+
+    kind: str
+    place: int
+    what: str
+    reference: float
+    observed: float
+    n: int
+    p: float
+    distance: float = 0.0
+
+
+class DriftTests:
+    """`reference`: counts of one request or more, of the concepts and sites that are to be compared."""
+
+    def __init__(self, reference: RequestCounts) -> None:
+        self._reference = reference
+        self._blocks: list[deque[RequestCounts]] = [deque(maxlen=_BLOCKS) for _ in WINDOWS]
+        self._n_blocks = 0
+        of_each = {
+            "base_rate": len(reference.fired),
+            "saturated": 2 * len(reference.low),
+            "constant": len(reference.low),
+            "scores": len(reference.low),
+            "norms": len(reference.norms),
+        }
+        self._level = {
+            kind: FALSE_ALARMS / len(KINDS) / N_LOOKS / max(1, n_tests) for kind, n_tests in of_each.items()
+        }
+        self._found: list[list[Difference]] = [[] for _ in WINDOWS]  # by the newest look at each window
+
+    def add(self, counts: RequestCounts) -> list[Difference]:
+        """Add the counts of the next `BLOCK` requests, and return what differs now."""
+        self._n_blocks += 1
+        self._blocks[0].append(counts)
+        self._found[0] = self._look(self._blocks[0])
+        if self._n_blocks % _BLOCKS == 0:
+            self._blocks[1].append(_sum(self._blocks[0]))
+            self._found[1] = self._look(self._blocks[1])
+        return [difference for found in self._found for difference in found]
+
+    def _look(self, blocks: deque[RequestCounts]) -> list[Difference]:
+        now, then = _sum(blocks), self._reference
+        found = self._shares("base_rate", "fires", now.n, now.fired, then.fired, least=0.0)
+        for kind, what, name in (
+            ("saturated", "at 0", "low"),
+            ("saturated", "at 1", "high"),
+            ("constant", "the same at all tokens", "flat"),
+        ):
+            found += self._shares(kind, what, now.n, getattr(now, name), getattr(then, name), least=LEAST_SHARE)
+        found += self._distributions("scores", "highest scores", now.highest, then.highest)
+        return found + self._distributions("norms", "norms", now.norms, then.norms)
+
+    def _shares(self, kind: str, what: str, n: int, k: Ints, k0: Ints, *, least: float) -> list[Difference]:
+        n0 = self._reference.n
+        odds = odds_ratio(k, n, k0, n0)
+        large = odds >= LEAST_ODDS if least else np.maximum(odds, 1 / odds) >= LEAST_ODDS
+        places = np.flatnonzero(large & (k >= least * n))
+        p = fisher(k[places], n, k0[places], n0)
+        return [
+            Difference(kind, place, what, float(k0[place] / n0), float(k[place] / n), n, float(chance))
+            for place, chance in zip(places.tolist(), p, strict=True)
+            if chance <= self._level[kind]
+        ]
+
+    def _distributions(self, kind: str, what: str, now: Ints, then: Ints) -> list[Difference]:
+        n, m = now.sum(axis=1), then.sum(axis=1)
+        distances = ks_distance(now, then)
+        p, bins = ks_chance(distances, n, m), np.arange(now.shape[1])
+        return [
+            Difference(
+                kind,
+                place,
+                what,
+                float(then[place] @ bins / m[place]),
+                float(now[place] @ bins / n[place]),
+                int(n[place]),
+                float(p[place]),
+                float(distances[place]),
+            )
+            for place in np.flatnonzero((distances >= LEAST_DISTANCE) & (p <= self._level[kind])).tolist()
+        ]
+
+
+def fisher(k: Ints, n: int, k0: Ints, n0: int) -> Doubles:
+    """Return the two-sided p-values `[K]` of k of n and k0 of n0 requests being of one rate: the smaller tail, doubled.
+
+    Fisher 1935, "The logic of inductive inference" (JRSS 98): given how many there are in all, how many of them are
+    among the n has a hypergeometric distribution.
+    """
+    k, k0 = np.asarray(k, dtype=np.float64), np.asarray(k0, dtype=np.float64)
+    fewer = k * n0 < k0 * n  # then the others are more: the tail that is summed is always the upper one
+    k, k0 = np.where(fewer, n - k, k), np.where(fewer, n0 - k0, k0)
+    total = k + k0
+    term = np.exp(_log_choose(n, k) + _log_choose(n0, k0) - _log_choose(n + n0, total))
+    tail, j = term.copy(), k.copy()
+    # From k on, over the mean, terms only fall. Each is made of the one before it; past the last possible one are zeros.
+    while (term > 1e-17 * tail).any():
+        term = term * (total - j) * (n - j) / ((j + 1) * (n0 - total + j + 1))
+        j += 1
+        tail += term
+    return np.minimum(1.0, 2 * tail)
+
+
+def odds_ratio(k: Ints, n: int, k0: Ints, n0: int) -> Doubles:
+    """Return how many times the odds of k0 of n0 those of k of n are, half a request added to each of the counts so
+    that none is 0 (Haldane 1956, Anscombe 1956).
+    """
+    return (k + 0.5) / (n - k + 0.5) * (n0 - k0 + 0.5) / (k0 + 0.5)
+
+
+def ks_distance(now: Ints, then: Ints) -> Doubles:
+    """Return the largest distance of the cumulated shares of counts `[K, bins]`; 0 where one has none."""
+    shares = [np.cumsum(counts, axis=1) / np.maximum(1, counts.sum(axis=1))[:, None] for counts in (now, then)]
+    some = (now.sum(axis=1) > 0) & (then.sum(axis=1) > 0)
+    return np.where(some, np.abs(shares[0] - shares[1]).max(axis=1, initial=0), 0.0)
+
+
+def ks_chance(distance: Doubles, n: Ints, m: Ints) -> Doubles:
+    """Return the probability, at most, of as large a distance of two samples of one distribution.
+
+    Wei and Dudley 2012, "Two-sample Dvoretzky-Kiefer-Wolfowitz inequalities" (Statistics & Probability Letters 82),
+    with the constant e, which they prove for samples of one size; of others they compute that it holds. Values that fall
+    into one bin only make distances smaller.
+    """
+    return np.minimum(1.0, math.e * np.exp(-2 * distance**2 * (n * m / np.maximum(1, n + m))))
+
+
+def _sum(blocks: deque[RequestCounts]) -> RequestCounts:
+    whole = blocks[0]
+    for block in list(blocks)[1:]:
+        whole = whole + block
+    return whole
+
+
+def _log_choose(n: float, k: Doubles) -> Doubles:
+    whole, part, rest = (np.asarray(_lgamma(np.asarray(x) + 1.0), dtype=np.float64) for x in (n, k, n - k))
+    return whole - part - rest

@@ -1,0 +1,132 @@
+"""RequestCounts: what is counted of requests, so that two lots of them can be compared.
+
+    trait = RequestTraits.of(scores, norms, alert)         # one request: scores [T, P] and norms [T, S] of its tokens
+    counts = RequestCounts.of([trait, ...])                # of how many requests what holds
+    counts + others; counts.n, counts.fired                # they add up
+
+Everything is counted by request: the tokens of one depend on each other, requests of different people hardly do. So
+what is compared is how many requests a concept fires in, and not at how many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.scores import Floats
+
+_LOGITS = np.arange(-9.0, 10.0)
+SCORE_EDGES = (1 / (1 + np.exp(-_LOGITS))).astype(np.float32)  # between bins of scores: finer towards 0 and 1
+N_SCORE_BINS = len(SCORE_EDGES) + 1
+PER_OCTAVE, _LEAST_OCTAVE, _OCTAVES = 16, -10, 30
+N_NORM_BINS = PER_OCTAVE * _OCTAVES
+NEAR_END = np.float32(0.001)  # of 0 or 1: a score there is at that end
+SAME = np.float32(1e-6)  # scores that differ by no more are the same
+MOSTLY = 0.99  # of the tokens of a request
+
+
+@dataclass(frozen=True)
+class RequestTraits:
+    """What is kept of one request, of A concepts that are scored at every token, and of S sites.
+
+    - `highest [A]`: the largest score of each; `fired [P]`: whether a concept was over its alert threshold anywhere
+    - `low`, `high` `[A]`: whether a concept's scores are at 0, or at 1, at nearly all tokens; `flat [A]`: all the same
+    - `norm_bins [S]`: the bin of the median norm of the states at each site, -1 where none is known
+    """
+
+    fired: Mask
+    highest: Floats
+    low: Mask
+    high: Mask
+    flat: Mask
+    norm_bins: Ints
+
+    @classmethod
+    def of(cls, scores: Floats, norms: npt.NDArray[np.floating], alert: Floats) -> RequestTraits:
+        """Return those of a request: `scores [T, P]` and `norms [T, S]` of its T tokens, one or more, all of them seen;
+        `alert [P]`.
+        """
+        highest, lowest = scores.max(axis=0), scores.min(axis=0)
+        return cls(
+            fired=highest > alert,
+            highest=highest,
+            low=(scores <= NEAR_END).mean(axis=0) >= MOSTLY,
+            high=(scores >= 1 - NEAR_END).mean(axis=0) >= MOSTLY,
+            flat=highest - lowest <= SAME,
+            norm_bins=np.asarray([median_bin(norm_histogram(site)) for site in norms.T], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True)
+class RequestCounts:
+    """Of `n` requests, how many have each trait: `fired [P]`, `low`, `high`, `flat` `[A]`.
+
+    `highest [A, N_SCORE_BINS]`: by the bin of a concept's highest score; `norms [S, N_NORM_BINS]`: by that of the
+    median norm at each site.
+    """
+
+    n: int
+    fired: Ints
+    low: Ints
+    high: Ints
+    flat: Ints
+    highest: Ints
+    norms: Ints
+
+    @classmethod
+    def none(cls, n_probes: int, n_scored: int, n_sites: int) -> RequestCounts:
+        """Return the counts of no request."""
+
+        def zeros(*shape: int) -> Ints:
+            return np.zeros(shape, dtype=np.int64)
+
+        ends = (zeros(n_scored) for _ in range(3))
+        return cls(0, zeros(n_probes), *ends, zeros(n_scored, N_SCORE_BINS), zeros(n_sites, N_NORM_BINS))
+
+    @classmethod
+    def of(cls, traits: Sequence[RequestTraits]) -> RequestCounts:
+        """Return the counts of one request or more."""
+        first = traits[0]
+        counts = cls.none(len(first.fired), len(first.highest), len(first.norm_bins))
+        scored, sites = np.arange(len(first.highest)), np.arange(len(first.norm_bins))
+        for one in traits:
+            counts.highest[scored, np.searchsorted(SCORE_EDGES, one.highest, side="right")] += 1
+            known = one.norm_bins >= 0
+            counts.norms[sites[known], one.norm_bins[known]] += 1
+        sums = {
+            name: np.sum([getattr(one, name) for one in traits], axis=0) for name in ("fired", "low", "high", "flat")
+        }
+        return cls(n=len(traits), highest=counts.highest, norms=counts.norms, **sums)
+
+    def __add__(self, other: RequestCounts) -> RequestCounts:
+        return RequestCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def take(self, probes: Ints, scored: Ints, sites: Ints) -> RequestCounts:
+        """Return those of some probes, of some of the A scored concepts and of some sites, by their places here."""
+        ends = (self.low[scored], self.high[scored], self.flat[scored])
+        return RequestCounts(self.n, self.fired[probes], *ends, self.highest[scored], self.norms[sites])
+
+
+def norm_histogram(norms: npt.NDArray[np.floating]) -> Ints:
+    """Return how many of some norms fall into each bin, a sixteenth of an octave wide. Those that are no finite number
+    over 0 are left out.
+    """
+    values = np.asarray(norms, dtype=np.float64)
+    values = values[np.isfinite(values) & (values > 0)]
+    bins = np.floor(PER_OCTAVE * (np.log2(values) - _LEAST_OCTAVE)).astype(np.int64)
+    return np.bincount(np.clip(bins, 0, N_NORM_BINS - 1), minlength=N_NORM_BINS)
+
+
+def median_bin(histogram: Ints) -> int:
+    """Return the bin of the (lower) median, -1 where nothing was counted."""
+    total = int(histogram.sum())
+    return int(np.searchsorted(np.cumsum(histogram), (total + 1) // 2)) if total else -1
+
+
+def norm_of_bin(place: int) -> float:
+    """Return the norm in the middle of a bin."""
+    return float(2.0 ** ((place + 0.5) / PER_OCTAVE + _LEAST_OCTAVE))

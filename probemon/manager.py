@@ -20,6 +20,7 @@ from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.monitor.deployment import Deployment
+from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.failures import Guard
 from probemon.monitor.run import MonitorRun
 from probemon.monitor.stream import TokenEvent, stream, stream_async
@@ -104,6 +105,7 @@ class DynamicProbeManager(Scorer):
         keep_tokens: int | None = None,
         one_thread: bool = False,
         routing: bool | RoutingSettings = False,
+        drift: DriftMonitor | None = None,
     ) -> MonitorRun:
         """Return a context manager that watches an unchanged Hugging Face model: see `MonitorRun` for the options.
 
@@ -124,6 +126,7 @@ class DynamicProbeManager(Scorer):
             one_thread=one_thread,
             companion=_recorder(routing),
             deployment=self.deployment,
+            drift=drift,
         )
 
     def _on_gap(self) -> str | Callable[[Gap], object]:

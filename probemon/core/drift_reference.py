@@ -39,7 +39,6 @@ class DriftReference:
     - `host`: what the host was (`probemon.host.identity`)
     - `packs`: the sha256 of the weights of each pack by its name; none where it is held by the pack that it is of
     - `alert_set`: the thresholds by which concepts fire, None where the pack's have no name
-    - `descent`: the settings by which concepts are found, "" where all that fire were
     """
 
     ids: tuple[str, ...]
@@ -49,16 +48,10 @@ class DriftReference:
     host: Mapping[str, str]
     packs: Mapping[str, str]
     alert_set: str | None
-    descent: str
 
     def stated(self) -> dict[str, Any]:
         """Return all of it but concepts, sites and packs, for the manifest of a pack."""
-        return {
-            "n_requests": self.counts.n,
-            "host": dict(self.host),
-            "alert_set": self.alert_set,
-            "descent": self.descent,
-        }
+        return {"n_requests": self.counts.n, "host": dict(self.host), "alert_set": self.alert_set}
 
     def write(self, path: str | Path) -> None:
         """Write a JSON file for `read`, whole or not at all. Raises `ConfigError`."""
@@ -131,7 +124,7 @@ def _parsed(content: Mapping[str, Any]) -> DriftReference:
     for at, norms in enumerate(sites.values()):
         for place, count in norms.items():
             counts.norms[at, _count(int(place), N_NORM_BINS - 1)] = _count(count, n)
-    alert_set, texts = content["alert_set"], [content["descent"], *content["host"].values(), *content["packs"].values()]
+    alert_set, texts = content["alert_set"], [*content["host"].values(), *content["packs"].values()]
     if not all(isinstance(text, str) for text in texts) or not isinstance(alert_set, (str, type(None))):
         raise ValueError("what it was counted of is not said in texts")
     counts = RequestCounts(n, counts.fired, counts.low, counts.high, counts.flat, counts.highest, counts.norms)
@@ -143,7 +136,6 @@ def _parsed(content: Mapping[str, Any]) -> DriftReference:
         content["host"],
         content["packs"],
         alert_set,
-        content["descent"],
     )
 
 

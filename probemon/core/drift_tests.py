@@ -1,8 +1,9 @@
 """DriftTests: whether the newest requests are like those of a reference, look after look.
 
     tests = DriftTests(reference)                # RequestCounts
-    found = tests.add(counts)                    # of the next 100 requests: what differs now
-    found[0].kind, found[0].place, found[0].observed, found[0].p
+    raised = tests.add(counts)                   # of the next 100 requests: what differs since now
+    raised[0].kind, raised[0].place, raised[0].observed, raised[0].p
+    tests.held                                   # all that differs: until no look at 1,000 requests in a row shows it
 
 It looks after every 100 requests at the newest 1,000, and after every 1,000 at the newest 10,000. What differs has to be
 both large and beyond chance:
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.core.hierarchy import Ints
-from probemon.core.request_counts import RequestCounts
+from probemon.core.request_counts import RequestCounts, median_bins
 
 Doubles = npt.NDArray[np.float64]
 KINDS = ("base_rate", "scores", "norms", "saturated", "constant")
@@ -47,7 +48,7 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 class Difference:
     """What differs: `kind`, the `place` of the concept or site among those that are compared, `what` is meant of it.
 
-    `reference`, `observed`: shares of requests; of `scores` and `norms` the mean bin. `n`: requests looked at. `p`: how
+    `reference`, `observed`: shares of requests; of `scores` and `norms` the bin of the median. `n`: requests looked at. `p`: how
     probable as large a difference is by chance, of this one comparison. `distance`: of distributions, else 0.
     """
 
@@ -78,17 +79,31 @@ class DriftTests:
         self._level = {
             kind: FALSE_ALARMS / len(KINDS) / N_LOOKS / max(1, n_tests) for kind, n_tests in of_each.items()
         }
-        self._found: list[list[Difference]] = [[] for _ in WINDOWS]  # by the newest look at each window
+        self._held: dict[tuple[str, int, str], tuple[Difference, int]] = {}  # and after how many blocks it was seen
+
+    @property
+    def held(self) -> list[Difference]:
+        """Return what differs, as it was when it was last seen."""
+        return [difference for difference, _ in self._held.values()]
 
     def add(self, counts: RequestCounts) -> list[Difference]:
-        """Add the counts of the next `BLOCK` requests, and return what differs now."""
+        """Add the counts of the next `BLOCK` requests, and return what differs and did not before."""
         self._n_blocks += 1
         self._blocks[0].append(counts)
-        self._found[0] = self._look(self._blocks[0])
+        found = self._look(self._blocks[0])
         if self._n_blocks % _BLOCKS == 0:
             self._blocks[1].append(_sum(self._blocks[0]))
-            self._found[1] = self._look(self._blocks[1])
-        return [difference for found in self._found for difference in found]
+            found += self._look(self._blocks[1])
+        raised = []
+        for difference in found:
+            key = (difference.kind, difference.place, difference.what)
+            if key not in self._held:
+                raised.append(difference)
+            self._held[key] = (difference, self._n_blocks)
+        for key, (_, seen) in list(self._held.items()):
+            if self._n_blocks - seen >= _BLOCKS:
+                del self._held[key]
+        return raised
 
     def _look(self, blocks: deque[RequestCounts]) -> list[Difference]:
         now, then = _sum(blocks), self._reference
@@ -117,14 +132,14 @@ class DriftTests:
     def _distributions(self, kind: str, what: str, now: Ints, then: Ints) -> list[Difference]:
         n, m = now.sum(axis=1), then.sum(axis=1)
         distances = ks_distance(now, then)
-        p, bins = ks_chance(distances, n, m), np.arange(now.shape[1])
+        p, medians = ks_chance(distances, n, m), (median_bins(then), median_bins(now))
         return [
             Difference(
                 kind,
                 place,
                 what,
-                float(then[place] @ bins / m[place]),
-                float(now[place] @ bins / n[place]),
+                float(medians[0][place]),
+                float(medians[1][place]),
                 int(n[place]),
                 float(p[place]),
                 float(distances[place]),

@@ -57,7 +57,7 @@ class RequestTraits:
             low=(scores <= NEAR_END).mean(axis=0) >= MOSTLY,
             high=(scores >= 1 - NEAR_END).mean(axis=0) >= MOSTLY,
             flat=highest - lowest <= SAME,
-            norm_bins=np.asarray([median_bin(norm_histogram(site)) for site in norms.T], dtype=np.int64),
+            norm_bins=median_bins(np.stack([np.bincount(site, minlength=N_NORM_BINS) for site in norm_bins(norms).T])),
         )
 
 
@@ -111,20 +111,23 @@ class RequestCounts:
         return RequestCounts(self.n, self.fired[probes], *ends, self.highest[scored], self.norms[sites])
 
 
-def norm_histogram(norms: npt.NDArray[np.floating]) -> Ints:
-    """Return how many of some norms fall into each bin, a sixteenth of an octave wide. Those that are no finite number
-    over 0 are left out.
-    """
-    values = np.asarray(norms, dtype=np.float64)
-    values = values[np.isfinite(values) & (values > 0)]
-    bins = np.floor(PER_OCTAVE * (np.log2(values) - _LEAST_OCTAVE)).astype(np.int64)
-    return np.bincount(np.clip(bins, 0, N_NORM_BINS - 1), minlength=N_NORM_BINS)
+def norm_bins(norms: npt.NDArray[np.floating]) -> Ints:
+    """Return the bins of norms, each a sixteenth of an octave wide; what is beyond the last ones is in these."""
+    with np.errstate(divide="ignore"):
+        places = np.floor(PER_OCTAVE * (np.log2(np.asarray(norms, dtype=np.float64)) - _LEAST_OCTAVE))
+    return np.clip(places, 0, N_NORM_BINS - 1).astype(np.int64)
 
 
-def median_bin(histogram: Ints) -> int:
-    """Return the bin of the (lower) median, -1 where nothing was counted."""
-    total = int(histogram.sum())
-    return int(np.searchsorted(np.cumsum(histogram), (total + 1) // 2)) if total else -1
+def median_bins(histograms: Ints) -> Ints:
+    """Return the bins of the (lower) medians of counts `[S, bins]`, -1 where nothing was counted."""
+    sums = np.cumsum(histograms, axis=-1)
+    reached = sums >= (sums[..., -1:] + 1) // 2
+    return np.where(sums[..., -1] > 0, reached.argmax(axis=-1), -1)
+
+
+def score_of_bin(place: int) -> float:
+    """Return a score in the middle of a bin, that of its middle logit."""
+    return float(1 / (1 + np.exp(0.5 - place - _LOGITS[0])))
 
 
 def norm_of_bin(place: int) -> float:

@@ -36,6 +36,7 @@ from probemon.host.site import Site
 from probemon.monitor.change import Change
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.deployment import Deployment
+from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.health import Health, run_health
 from probemon.monitor.publisher import Listener, Publisher
@@ -87,6 +88,7 @@ class MonitorRun:
     `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of its
     own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is refused.
     `deployment`: the file whose rules and sinks hold from where the block begins, on the host that it names.
+    `drift`: compares the requests of this run, and of others, with those of a reference (`run.health()` has a check).
     `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
 
     Raises `HostMismatch` (hidden size, layer count, strict weights), `NotSupportedHost`, `ConfigError`.
@@ -105,6 +107,7 @@ class MonitorRun:
         one_thread: bool = False,
         companion: Callable[[Any, Guard], Companion] | None = None,
         deployment: Deployment | None = None,
+        drift: DriftMonitor | None = None,
     ) -> None:
         if on_gap != "raise" and not callable(on_gap):
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
@@ -133,9 +136,15 @@ class MonitorRun:
             lambda *entries: None if self.routing is None else self.routing.reads(*entries),
             keep_tokens,
         )
-        self._scorer = TokenScorer(manager, self._watches, self._publisher.publish)
+        self._requests = None if drift is None else drift.requests(model, tokenizer, self._failures.call)
+        publish = self._publisher.publish
+        self._scorer = TokenScorer(
+            manager, self._watches, publish if self._requests is None else self._requests.after(publish)
+        )
         sites: list[str | Site] = list(manager.pack.sites)
         score: ScoreTokens = self._scorer.score_tokens
+        if self._requests is not None:
+            score = self._requests.beside(score)
         on_end: Callable[[Recording], None] | None = None
         if companion is not None:
             self.routing = companion(model, self._failures.call)
@@ -354,7 +363,7 @@ class MonitorRun:
 
         It runs nothing: it looks at the hooks, and at what came of every token so far. See `probemon.monitor.health`.
         """
-        return run_health(
+        health = run_health(
             self._watcher,
             self._publisher,
             self._failures,
@@ -362,6 +371,7 @@ class MonitorRun:
             not_numbers=self.manager.not_numbers,
             host_changed=any(recording.host_changed for recording in list(self.recordings)),
         )
+        return health if self._requests is None else health.with_checks([self._requests.drift.check()])
 
     def result(self, out: Any, *, generation: int | None = None) -> Result:
         """Return the scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).
@@ -419,6 +429,8 @@ class MonitorRun:
                 stacklevel=2,
             )
         publisher.close()
+        if self._requests is not None:
+            self._requests.close()
         for not_recorded in self.routing.close() if self.routing is not None else ():
             failures.add("a sink of routing", not_recorded)
         for not_loaded in self.manager.engine.background_errors():

@@ -1,0 +1,361 @@
+"""DriftMonitor: whether a host, its probes and what it is asked are still what they were when a reference was frozen.
+
+    drift = DriftMonitor(manager)                           # the reference that the manager's pack holds, if any
+    drift = DriftMonitor(manager, "reference.json")         # or one of this deployment's own requests
+    with manager.attach(model, tokenizer, drift=drift) as run: ...       # of as many runs as there are
+    drift.alarms, drift.counts(), drift.report()
+    drift.freeze("reference.json")                          # what was counted so far, as a reference
+
+A request is a row of a generation, or of a document of plain forwards. Only whole ones are compared: with a token that
+was not seen, or a probe that a limit dropped, nobody knows what fired. Where a host is another than that of the
+reference, this is said, and nothing else is compared: its numbers would be of something else. The tests and their false
+alarms are in `probemon.core.drift_tests`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probemon.core.checks import check_callable
+from probemon.core.drift_reference import DriftReference
+from probemon.core.drift_tests import BLOCK, KINDS, Difference, DriftTests
+from probemon.core.hierarchy import Ints
+from probemon.core.plan import CascadePlan
+from probemon.core.request_counts import RequestCounts, RequestTraits, norm_of_bin, score_of_bin
+from probemon.engine.joint import JointPlan
+from probemon.engine.scorer import Scorer
+from probemon.errors import CalibrationError, ConfigError
+from probemon.host.changes import HostMark
+from probemon.host.identity import changed, host_identity
+from probemon.monitor.drift_requests import RunRequests
+from probemon.monitor.failures import Guard
+from probemon.monitor.health import OK, WARNING, Check
+from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.manifest import PROBES
+
+LOG = logging.getLogger("probemon")
+HOST = "host"
+ALARM_KINDS = (*KINDS, HOST)
+LEAST_REQUESTS = 100  # of a reference: of fewer no rate can be told
+_INCOMPLETE_SHARE = 0.05  # of the requests: where more cannot be compared, a check warns
+_TEXTS = 3  # of what is wrong, so many are told
+
+
+@dataclass(frozen=True)
+class DriftAlarm:
+    """What differs from the reference. `str()` is a sentence.
+
+    - `kind`: one of `ALARM_KINDS`
+    - `concept`: its id, or a site of `norms`, "" of `host`
+    - `reference`, `observed`: shares of requests; medians of `scores` and `norms`; 0 of `host`
+    - `n`: how many of the newest requests were looked at
+    - `p`: how probable a difference as large is by chance, of this comparison alone; 0 of `host`
+    """
+
+    kind: str
+    concept: str
+    reference: float
+    observed: float
+    n: int
+    p: float
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.sentence}"
+
+
+class DriftMonitor:
+    """`manager`: whose runs are watched. `reference`: a `DriftReference`, or its file; None for that of the pack.
+
+    Without any reference it only counts, for `freeze`, and the health of its runs says so. Threads and runs may share
+    it. Raises `ConfigError` where the reference is of other probes or thresholds than those of the manager, or of fewer
+    than 100 requests.
+    """
+
+    def __init__(self, manager: Scorer, reference: DriftReference | str | Path | None = None) -> None:
+        pack, plan = manager.pack, manager.plan
+        if isinstance(reference, (str, Path)):
+            reference = DriftReference.read(reference)
+        elif reference is None:
+            reference = getattr(pack, "drift_reference", None)
+        if reference is not None:
+            _check_reference(reference, pack)
+        self.reference = reference
+        # What is comparable: all concepts where the descent finds all that fires, else those that are always evaluated.
+        own = np.ones(pack.n_probes, dtype=bool) if _finds_all(pack, plan) else plan.always.copy()
+        own &= np.asarray([not concept.get("bounding") for concept in pack.concepts], dtype=bool)
+        if (watched := getattr(plan, "watched", None)) is not None:
+            own &= watched
+        self.probes: Ints = np.flatnonzero(own)
+        self.scored: Ints = np.flatnonzero(plan.always)
+        self.sites: tuple[str, ...] = tuple(pack.sites)
+        self.alert = pack.alert_threshold.numpy()
+        self._pack, self._concepts, self._n_probes = pack, pack.concepts, pack.n_probes
+        self._host_alarm: DriftAlarm | None = None
+        self._identities: weakref.WeakKeyDictionary[Any, tuple[HostMark, str, Mapping[str, str]]]
+        self._identities = weakref.WeakKeyDictionary()
+        self._on_alarm: list[Callable[[DriftAlarm], object]] = []
+        self.n_alarms = self.n_requests = self.n_incomplete = self.n_of_other_hosts = 0
+        self._host: Mapping[str, str] = {}
+        self._lock = threading.RLock()
+        self._select()
+        self._begin()
+
+    # -- the face ------------------------------------------------------------------------------------
+
+    @property
+    def alarms(self) -> tuple[DriftAlarm, ...]:
+        """Return the alarms that hold now. One ends once no look at 1,000 requests in a row shows it."""
+        with self._lock:
+            if self._host_alarm is not None:
+                return (self._host_alarm,)
+            return () if self._tests is None else tuple(map(self._alarm, self._tests.held))
+
+    def counts(self) -> dict[str, int]:
+        """Return how many alarms of each kind hold now."""
+        alarms = self.alarms
+        return {kind: sum(alarm.kind == kind for alarm in alarms) for kind in ALARM_KINDS}
+
+    def on_alarm(self, action: Callable[[DriftAlarm], object]) -> None:
+        """Call `action(alarm)` when one is raised, in the thread in which a request ended. They are logged, too."""
+        check_callable("on_alarm", action)
+        self._on_alarm.append(action)
+
+    def report(self) -> dict[str, Any]:
+        """Return all of it for JSON.
+
+        - `n_requests`: that were compared, or only counted; `n_incomplete`: left out, since a token was not seen or a
+          probe was dropped, or since beams take their scores back; `n_of_other_hosts`: left out, since the host was not
+          the reference's
+        - `n_reference`: requests of the reference, 0 without one; `n_concepts`, `n_scored`: of how many concepts fires,
+          and scores, are compared
+        - `alarms`: those that hold now; `n_alarms`: how many were raised
+        """
+        with self._lock:
+            return {
+                "n_requests": self.n_requests,
+                "n_incomplete": self.n_incomplete,
+                "n_of_other_hosts": self.n_of_other_hosts,
+                "n_reference": 0 if self.reference is None else self.reference.counts.n,
+                "n_concepts": len(self._judged),
+                "n_scored": len(self._judged_scored),
+                "alarms": [asdict(alarm) for alarm in self.alarms],
+                "n_alarms": self.n_alarms,
+            }
+
+    def check(self) -> Check:
+        """Return what `run.health()` says of drift."""
+        name, n = "drift", self.n_requests
+        alarms, n_left_out = self.alarms, self.n_incomplete
+        if alarms:
+            more = f"; and {len(alarms) - _TEXTS} more" if len(alarms) > _TEXTS else ""
+            what = "; ".join(map(str, alarms[:_TEXTS])) + more
+            return Check(name, WARNING, what, "See what changed: traffic, host or probes (docs/drift.md).")
+        if self.reference is None:
+            what = f"{n:,} requests were counted, and there is no reference to compare them with"
+            return Check(name, WARNING, what, "Calibrate the pack, or freeze these and give the file to DriftMonitor.")
+        if n_left_out > _INCOMPLETE_SHARE * (n + n_left_out):
+            what = f"{n_left_out:,} of {n + n_left_out:,} requests cannot be compared: tokens unseen, or probes dropped"
+            return Check(name, WARNING, what, "See coverage: raise max_loaded_probes, and look at the other checks.")
+        if n < BLOCK:
+            return Check(name, OK, f"{n:,} requests were counted, and the first look is at {BLOCK}")
+        return Check(name, OK, f"{n:,} requests are like the {self.reference.counts.n:,} of the reference")
+
+    def freeze(self, path: str | Path | None = None) -> DriftReference:
+        """Return a reference of all requests that were counted, and write it to `path` where one is given.
+
+        Raises `CalibrationError` for fewer than 100, `ConfigError` where the file cannot be written.
+        """
+        with self._lock:
+            pending = [RequestCounts.of(self._pending)] if self._pending else []
+            counts = sum(pending, start=self._total)
+            host = dict(self._host)
+        if counts.n < LEAST_REQUESTS:
+            raise CalibrationError(
+                f"{counts.n} whole requests were counted, a reference needs {LEAST_REQUESTS} or more: with 1,000 a"
+                " doubled rate of one in five is found, with 10,000 one of one in ten"
+            )
+        places = {probe: place for place, probe in enumerate(self.probes.tolist())}
+        scored = [at for at, probe in enumerate(self.scored.tolist()) if probe in places]
+        frozen = DriftReference(
+            tuple(self._concepts[probe]["id"] for probe in self.probes.tolist()),
+            np.asarray([places[int(self.scored[at])] for at in scored], dtype=np.int64),
+            self.sites,
+            counts.take(self.probes, np.asarray(scored, dtype=np.int64), np.arange(len(self.sites))),
+            host,
+            _packs(self._pack),
+            self._pack.alert_set,
+        )
+        if path is not None:
+            frozen.write(path)
+        return frozen
+
+    def requests(self, model: Any, tokenizer: Any, guard: Guard) -> RunRequests:
+        """Return what collects the requests of one run, and hands them over here."""
+        return RunRequests(self, model, tokenizer, guard)
+
+    # -- requests, as they end -----------------------------------------------------------------------
+
+    def leave_out(self) -> None:
+        """Count a request of which it is not known what fired."""
+        with self._lock:
+            self.n_incomplete += 1
+
+    def add(self, traits: RequestTraits, host: Mapping[str, str]) -> None:
+        """Add a request that ended, `traits` of all P concepts and of those `scored`, and what the host was."""
+        raised: list[DriftAlarm] = []
+        with self._lock:
+            if host != self._host:
+                raised += self._change_host(host)
+            if self._host_alarm is None:
+                self.n_requests += 1
+            else:
+                self.n_of_other_hosts += 1
+            self._pending.append(traits)
+            if len(self._pending) == BLOCK:
+                counts, self._pending = RequestCounts.of(self._pending), []
+                raised += self._add_counts(counts)
+        for alarm in raised:
+            LOG.warning("drift: %s", alarm)
+            for action in self._on_alarm:
+                try:
+                    action(alarm)
+                except Exception as error:
+                    LOG.error("on_alarm failed: %s: %s", type(error).__name__, error)
+
+    def identity(self, model: Any, tokenizer: Any, mark: HostMark | None) -> Mapping[str, str]:
+        """Return what a host is; it is looked at anew where its `mark` is another, or the chat template."""
+        template = str(getattr(tokenizer, "chat_template", None))
+        with self._lock:
+            known = self._identities.get(model)
+            if known is not None and mark is not None and not mark.differs(known[0]) and known[1] == template:
+                return known[2]
+            identity = host_identity(model, tokenizer)
+            if mark is not None:
+                self._identities[model] = (mark, template, identity)
+            return identity
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _select(self) -> None:
+        """Find what both the reference and this manager know: here by probe, in the reference by place."""
+        reference, none = self.reference, np.zeros(0, dtype=np.int64)
+        self._judged = self._judged_scored = self._judged_sites = none
+        self._compared: RequestCounts | None = None
+        if reference is None:
+            return
+        place = {concept: at for at, concept in enumerate(reference.ids)}
+        scored = {reference.ids[at]: number for number, at in enumerate(reference.scored.tolist())}
+        ids = [concept["id"] for concept in self._concepts]
+        self._judged = np.asarray([probe for probe in self.probes.tolist() if ids[probe] in place], dtype=np.int64)
+        in_both = [(at, scored[ids[probe]]) for at, probe in enumerate(self.scored.tolist()) if ids[probe] in scored]
+        self._judged_scored = np.asarray([at for at, _ in in_both], dtype=np.int64)
+        sites = [(at, reference.sites.index(site)) for at, site in enumerate(self.sites) if site in reference.sites]
+        self._judged_sites = np.asarray([at for at, _ in sites], dtype=np.int64)
+        self._compared = reference.counts.take(
+            np.asarray([place[ids[probe]] for probe in self._judged.tolist()], dtype=np.int64),
+            np.asarray([number for _, number in in_both], dtype=np.int64),
+            np.asarray([number for _, number in sites], dtype=np.int64),
+        )
+
+    def _begin(self) -> None:
+        """Begin anew: with the first request, and with the first of another host."""
+        self._pending: list[RequestTraits] = []
+        self._total = RequestCounts.none(self._n_probes, len(self.scored), len(self.sites))
+        self._tests = None if self._compared is None else DriftTests(self._compared)
+
+    def _add_counts(self, counts: RequestCounts) -> list[DriftAlarm]:
+        self._total = self._total + counts
+        if self._tests is None or self._host_alarm is not None:
+            return []
+        compared = counts.take(self._judged, self._judged_scored, self._judged_sites)
+        raised = [self._alarm(difference) for difference in self._tests.add(compared)]
+        self.n_alarms += len(raised)
+        return raised
+
+    def _change_host(self, host: Mapping[str, str]) -> list[DriftAlarm]:
+        self._host, self._host_alarm = host, None
+        self._begin()
+        differences = [] if self.reference is None else changed(self.reference.host, host)
+        if not differences:
+            return []
+        said = (
+            f"the host is not the reference's: {'; '.join(differences)}. That is a change of configuration, so its"
+            " requests are not compared"
+        )
+        self._host_alarm = DriftAlarm(HOST, "", 0.0, 0.0, 0, 0.0, said)
+        self.n_alarms += 1
+        return [self._host_alarm]
+
+    def _alarm(self, difference: Difference) -> DriftAlarm:
+        kind, then, now = difference.kind, difference.reference, difference.observed
+        assert self.reference is not None
+        newest, whole = f"the newest {difference.n:,} requests", f"the reference's {self.reference.counts.n:,}"
+        chance = f"(p = {difference.p:.1g})"
+        if kind == "norms":
+            concept = self.sites[self._judged_sites[difference.place]]
+            then, now = norm_of_bin(int(then)), norm_of_bin(int(now))
+            said = (
+                f"hidden states at {concept} have other norms in {difference.distance:.0%} or more of {newest}: their"
+                f" median is {now:.3g}, in {whole} {then:.3g} {chance}"
+            )
+            return DriftAlarm(kind, concept, then, now, difference.n, difference.p, said)
+        judged = self._judged if kind == "base_rate" else self.scored[self._judged_scored]
+        concept, name = (self._concepts[int(judged[difference.place])][key] for key in ("id", "name"))
+        who = name if name == concept else f"{name} ({concept})"
+        if kind == "base_rate":
+            said = f"{who} fires in {now:.2%} of {newest}, in {then:.2%} of {whole} {chance}"
+        elif kind == "scores":
+            then, now = score_of_bin(int(then)), score_of_bin(int(now))
+            said = (
+                f"{who} has other highest scores in {difference.distance:.0%} or more of {newest}: their median is"
+                f" {now:.3g}, in {whole} {then:.3g} {chance}"
+            )
+        else:
+            what = f"{difference.what} at nearly all tokens" if kind == "saturated" else difference.what
+            said = f"the score of {who} is {what} of {now:.1%} of {newest}, of {then:.1%} of {whole} {chance}"
+        return DriftAlarm(kind, concept, then, now, difference.n, difference.p, said)
+
+
+def _finds_all(pack: AnyPack, plan: CascadePlan | JointPlan) -> bool:
+    """Whether all that fires is found: by the path rule, with every probe opened that has something below it to fire."""
+    plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
+    packs = list(pack.packs.values()) if isinstance(pack, PackGroup) else [pack]
+    for one, own in zip(packs, plans, strict=True):
+        alert = np.where(np.isnan(one.alert_threshold.numpy()), np.float32(np.inf), one.alert_threshold.numpy())
+        below = own.tree.min_over_descendants(alert)
+        if not own.path_rule or own.config.max_rounds is not None or (own.expand_threshold > below).any():
+            return False
+    return True
+
+
+def _packs(pack: AnyPack) -> dict[str, str]:
+    packs = pack.packs if isinstance(pack, PackGroup) else {pack.name: pack}
+    return {name: one.manifest["files"][PROBES]["sha256"] for name, one in packs.items()}
+
+
+def _check_reference(reference: DriftReference, pack: AnyPack) -> None:
+    """Raise `ConfigError` where a reference cannot be compared with what this pack says."""
+    if reference.packs and dict(reference.packs) != _packs(pack):
+        raise ConfigError(
+            f"the reference is of other probes ({', '.join(reference.packs)}, and the hash of their weights) than"
+            f" {pack.name}: freeze one of this manager's requests"
+        )
+    if reference.alert_set != pack.alert_set:
+        raise ConfigError(
+            f"the reference is of the alert set {reference.alert_set!r}, and {pack.alert_set!r} is in force: concepts"
+            " fire by other thresholds. Use that set, or freeze a reference of this one"
+        )
+    if reference.counts.n < LEAST_REQUESTS:
+        raise ConfigError(
+            f"the reference is of {reference.counts.n} requests, and of fewer than {LEAST_REQUESTS} no rate can be"
+            " told: calibrate on more documents, or freeze one of more requests"
+        )

@@ -140,6 +140,7 @@ def calibrate(
     """
     from probemon.core.aggregate import Each, parse
     from probemon.engine.kernels import check_device
+    from probemon.host.identity import host_identity
     from probemon.manager import DynamicProbeManager
     from probemon.offline.calibrated_pack import write_calibrated
     from probemon.offline.documents import read_documents
@@ -186,7 +187,15 @@ def calibrate(
     columns = watched if expand_recall is None else range(opened.n_probes)
     counted = ScoreStatistics.of(ordinary.scores, columns, goals.aggregator)
     calibrated = write_calibrated(
-        opened, target, watched=watched, alerts=alerts, expansion=expansion, statistics=counted, inputs=inputs
+        opened,
+        target,
+        watched=watched,
+        alerts=alerts,
+        expansion=expansion,
+        statistics=counted,
+        inputs=inputs,
+        drift=ordinary.counts if ordinary.requests else None,
+        host=host_identity(host, tokenizer),
     )
     if as_json:
         stated = {"expansion": expansion and expansion.stated(), "statistics": counted.stated(), "inputs": inputs}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from probemon.cli.common import progress_bar
 from probemon.core.hierarchy import Ints, Mask
+from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.errors import CalibrationError, ConfigError
 from probemon.offline.windows import Reading
 
@@ -40,6 +41,7 @@ class ScoredDocuments:
     documents: list[Document] = field(default_factory=list)
     bad: list[Document] = field(default_factory=list)  # those that could not be scored, with reasons
     sha256: str = ""
+    requests: list[RequestTraits] = field(default_factory=list)  # each document as a request; see `counts`
 
     @property
     def n_copies(self) -> int:
@@ -63,6 +65,7 @@ class ScoredDocuments:
         from probemon.offline.documents import count_documents
 
         result, digest = cls(source), hashlib.sha256()
+        unknown = np.full(manager.pack.n_probes, np.inf, dtype=np.float32)  # what fires is said by `counts`
         with progress_bar(label, total=count_documents(source)) as bar:
             scored_documents = score_documents(
                 manager,
@@ -78,13 +81,20 @@ class ScoredDocuments:
                     result.bad.append(scored.document)
                     continue
                 seen = np.flatnonzero(scored.scores.coverage.seen)
-                result.scores.append(scored.everything.numpy()[np.ix_(seen, columns)])
+                everything = scored.everything.numpy()[seen]
+                result.scores.append(everything[:, columns])
+                if len(seen) == len(scored.everything) > 0 and scored.norms is not None:
+                    result.requests.append(RequestTraits.of(everything, scored.norms.numpy(), unknown))
                 result.documents.append(scored.document)
                 digest.update(scored.document.text.encode() + b"\0")
         if not result.scores:
             raise _none_of(source, result.bad)
         result.sha256 = digest.hexdigest()
         return result
+
+    def counts(self, alert: Floats) -> RequestCounts:
+        """Count the documents of which every token was seen, by alert thresholds `[P]`, as requests are counted."""
+        return RequestCounts.of([replace(request, fired=request.highest > alert) for request in self.requests])
 
     def stated(self) -> dict[str, Any]:
         """For the record. The hash is of the texts that were scored, each with a zero byte after it."""

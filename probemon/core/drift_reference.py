@@ -140,6 +140,6 @@ def _parsed(content: Mapping[str, Any]) -> DriftReference:
 
 
 def _count(value: object, most: int | None) -> int:
-    if not is_int(value) or not 0 <= value or (most is not None and value > most):  # type: ignore[operator]
+    if not is_int(value) or not value >= 0 or (most is not None and value > most):  # type: ignore[operator]
         raise ValueError(f"{str(value)[:40]} is no count" + ("" if most is None else f" from 0 to {most}"))
     return int(value)  # type: ignore[call-overload,no-any-return]

@@ -5,8 +5,8 @@
     raised[0].kind, raised[0].place, raised[0].observed, raised[0].p
     tests.held                                   # all that differs: until no look at 1,000 requests in a row shows it
 
-It looks after every 100 requests at the newest 1,000, and after every 1,000 at the newest 10,000. What differs has to be
-both large and beyond chance:
+It looks after every 100 requests at the newest 1,000, and after every 1,000 at the newest 10,000. What differs has to
+be both large and beyond chance:
 
 - `base_rate`: in how many requests a concept fires. Fisher's exact test (two-sided, the smaller tail doubled) and odds
   that are 1.5 times or more what they were, or less by as much.
@@ -48,8 +48,8 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 class Difference:
     """What differs: `kind`, the `place` of the concept or site among those that are compared, `what` is meant of it.
 
-    `reference`, `observed`: shares of requests; of `scores` and `norms` the bin of the median. `n`: requests looked at. `p`: how
-    probable as large a difference is by chance, of this one comparison. `distance`: of distributions, else 0.
+    `reference`, `observed`: shares of requests; of `scores` and `norms` the bin of the median. `n`: requests looked at.
+    `p`: how probable as large a difference is by chance, of this one comparison. `distance`: of distributions, else 0.
     """
 
     kind: str
@@ -76,9 +76,7 @@ class DriftTests:
             "scores": len(reference.low),
             "norms": len(reference.norms),
         }
-        self._level = {
-            kind: FALSE_ALARMS / len(KINDS) / N_LOOKS / max(1, n_tests) for kind, n_tests in of_each.items()
-        }
+        self._level = {kind: FALSE_ALARMS / len(KINDS) / N_LOOKS / max(1, n_tests) for kind, n_tests in of_each.items()}
         self._held: dict[tuple[str, int, str], tuple[Difference, int]] = {}  # and after how many blocks it was seen
 
     @property
@@ -154,13 +152,13 @@ def fisher(k: Ints, n: int, k0: Ints, n0: int) -> Doubles:
     Fisher 1935, "The logic of inductive inference" (JRSS 98): given how many there are in all, how many of them are
     among the n has a hypergeometric distribution.
     """
-    k, k0 = np.asarray(k, dtype=np.float64), np.asarray(k0, dtype=np.float64)
-    fewer = k * n0 < k0 * n  # then the others are more: the tail that is summed is always the upper one
-    k, k0 = np.where(fewer, n - k, k), np.where(fewer, n0 - k0, k0)
-    total = k + k0
-    term = np.exp(_log_choose(n, k) + _log_choose(n0, k0) - _log_choose(n + n0, total))
-    tail, j = term.copy(), k.copy()
-    # From k on, over the mean, terms only fall. Each is made of the one before it; past the last possible one are zeros.
+    fewer = np.asarray(k) * n0 < np.asarray(k0) * n  # then the others are more: the upper tail is always the one summed
+    some: Doubles = np.where(fewer, n - k, k).astype(np.float64)
+    before: Doubles = np.where(fewer, n0 - k0, k0).astype(np.float64)
+    total = some + before
+    term = np.exp(_log_choose(n, some) + _log_choose(n0, before) - _log_choose(n + n0, total))
+    tail, j = term.copy(), some.copy()
+    # From k on, over the mean, terms only fall, each made of the one before it; past the last possible one are zeros.
     while (term > 1e-17 * tail).any():
         term = term * (total - j) * (n - j) / ((j + 1) * (n0 - total + j + 1))
         j += 1
@@ -186,8 +184,8 @@ def ks_chance(distance: Doubles, n: Ints, m: Ints) -> Doubles:
     """Return the probability, at most, of as large a distance of two samples of one distribution.
 
     Wei and Dudley 2012, "Two-sample Dvoretzky-Kiefer-Wolfowitz inequalities" (Statistics & Probability Letters 82),
-    with the constant e, which they prove for samples of one size; of others they compute that it holds. Values that fall
-    into one bin only make distances smaller.
+    with the constant e, which they prove for samples of one size; of others they compute that it holds. Values that
+    fall into one bin only make distances smaller.
     """
     return np.minimum(1.0, math.e * np.exp(-2 * distance**2 * (n * m / np.maximum(1, n + m))))
 

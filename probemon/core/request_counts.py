@@ -84,8 +84,8 @@ class RequestCounts:
         def zeros(*shape: int) -> Ints:
             return np.zeros(shape, dtype=np.int64)
 
-        ends = (zeros(n_scored) for _ in range(3))
-        return cls(0, zeros(n_probes), *ends, zeros(n_scored, N_SCORE_BINS), zeros(n_sites, N_NORM_BINS))
+        low, high, flat = (zeros(n_scored) for _ in range(3))
+        return cls(0, zeros(n_probes), low, high, flat, zeros(n_scored, N_SCORE_BINS), zeros(n_sites, N_NORM_BINS))
 
     @classmethod
     def of(cls, traits: Sequence[RequestTraits]) -> RequestCounts:

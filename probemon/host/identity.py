@@ -1,7 +1,7 @@
 """What a host is, in texts that can be compared: its weights, settings, number format, adapters, and its tokenizer.
 
-    identity = host_identity(model, tokenizer)
-    changed(before, now)                   # ["its dtype was float32, now bfloat16"]
+identity = host_identity(model, tokenizer)
+changed(before, now)                   # ["its dtype was float32, now bfloat16"]
 """
 
 from __future__ import annotations

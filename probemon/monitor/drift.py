@@ -92,11 +92,12 @@ class DriftMonitor:
         # What is comparable: all concepts where the descent finds all that fires, else those that are always evaluated.
         own = np.ones(pack.n_probes, dtype=bool) if _finds_all(pack, plan) else plan.always.copy()
         own &= np.asarray([not concept.get("bounding") for concept in pack.concepts], dtype=bool)
-        if (watched := getattr(plan, "watched", None)) is not None:
-            own &= watched
+        if plan.watched is not None:
+            own &= plan.watched
         self.probes: Ints = np.flatnonzero(own)
         self.scored: Ints = np.flatnonzero(plan.always)
         self.sites: tuple[str, ...] = tuple(pack.sites)
+        self.n_excluded = plan.n_excluded
         self.alert = pack.alert_threshold.numpy()
         self._pack, self._concepts, self._n_probes = pack, pack.concepts, pack.n_probes
         self._host_alarm: DriftAlarm | None = None
@@ -105,6 +106,7 @@ class DriftMonitor:
         self._on_alarm: list[Callable[[DriftAlarm], object]] = []
         self.n_alarms = self.n_requests = self.n_incomplete = self.n_of_other_hosts = 0
         self._host: Mapping[str, str] = {}
+        self._pending: list[RequestTraits] = []
         self._lock = threading.RLock()
         self._select()
         self._begin()
@@ -268,7 +270,7 @@ class DriftMonitor:
 
     def _begin(self) -> None:
         """Begin anew: with the first request, and with the first of another host."""
-        self._pending: list[RequestTraits] = []
+        self._pending = []
         self._total = RequestCounts.none(self._n_probes, len(self.scored), len(self.sites))
         self._tests = None if self._compared is None else DriftTests(self._compared)
 
@@ -326,7 +328,7 @@ class DriftMonitor:
 
 
 def _finds_all(pack: AnyPack, plan: CascadePlan | JointPlan) -> bool:
-    """Whether all that fires is found: by the path rule, with every probe opened that has something below it to fire."""
+    """Whether all that fires is found: by the path rule, with every probe opened below which something may fire."""
     plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
     packs = list(pack.packs.values()) if isinstance(pack, PackGroup) else [pack]
     for one, own in zip(packs, plans, strict=True):

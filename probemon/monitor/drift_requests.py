@@ -11,7 +11,7 @@ In memory is, for each request under way, what its tokens have added up to: noth
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,8 @@ from probemon.core.request_counts import (
 )
 from probemon.core.scores import Scores
 from probemon.monitor.failures import Guard
+from probemon.monitor.token_scorer import Publish
+from probemon.monitor.watches import Watch
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report, ScoreTokens
 from probemon.tracking.generation import Generation, States
@@ -38,7 +40,6 @@ from probemon.tracking.recording import Recording
 if TYPE_CHECKING:
     from probemon.monitor.drift import DriftMonitor
 
-Publish = Callable[[Generation | None, Recording, PlacedTokens, Scores], None]
 _MOST_OPEN = 256  # documents of plain forwards, of which nobody says that they have ended
 
 
@@ -76,8 +77,10 @@ class RunRequests:
     def after(self, publish: Publish) -> Publish:
         """Return what publishes the scores of tokens, then adds them to their requests."""
 
-        def both(generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores) -> None:
-            publish(generation, recording, placed, scores)
+        def both(
+            watch: Watch, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
+        ) -> None:
+            publish(watch, generation, recording, placed, scores)
             self._guard("drift", self._add, recording, placed, scores, getattr(self._thread, "norms", None))
 
         return both
@@ -124,6 +127,8 @@ class _Rows:
         self._place = np.full(len(drift.alert), -1, dtype=np.int64)
         self._place[drift.scored] = np.arange(len(drift.scored))
         self._shapes = {"fired": len(drift.alert), "scored": len(drift.scored), "sites": len(drift.sites)}
+        self._n_excluded = drift.n_excluded
+        self._rows: dict[str, np.ndarray] = {}
         self._grow(0)
 
     def _grow(self, n_rows: int) -> None:
@@ -139,9 +144,8 @@ class _Rows:
             "n_tokens": np.zeros(n_rows, dtype=np.int64),
             "incomplete": np.zeros(n_rows, dtype=bool),
         }
-        if n_rows:
-            for name, values in self._rows.items():
-                fresh[name][: len(values)] = values
+        for name, values in self._rows.items():
+            fresh[name][: len(values)] = values
         self._rows = fresh
 
     def add(self, rows: Ints, scores: Scores, norms: np.ndarray | None) -> None:
@@ -149,7 +153,9 @@ class _Rows:
             self._grow(int(rows.max()) + 1)
         kept, coverage = self._rows, scores.coverage
         seen = coverage.seen
-        kept["incomplete"][rows[~seen | (coverage.dropped > 0)]] = True
+        # Where other concepts are excluded than the manager's settings say, a run was changed while it ran.
+        changed = seen & (coverage.excluded != self._n_excluded)
+        kept["incomplete"][rows[~seen | (coverage.dropped > 0) | changed]] = True
         np.add.at(kept["n_tokens"], rows, 1)
         state = scores.state_of
         fired = scores.fired_mask

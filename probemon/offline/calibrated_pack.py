@@ -6,7 +6,7 @@ calibrated = write_calibrated(pack, "my-pack-calibrated", watched=[17, 20], aler
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from probemon.core.aggregate import Each
+from probemon.core.drift_reference import DriftReference
+from probemon.core.request_counts import RequestCounts
+from probemon.core.scores import Floats
 from probemon.errors import ConfigError
 from probemon.offline.calibrate import Alerts
 from probemon.offline.expansion import Expansion
@@ -35,6 +38,8 @@ def write_calibrated(
     expansion: Expansion | None = None,
     statistics: ScoreStatistics | None = None,
     inputs: Mapping[str, Any] | None = None,
+    drift: Callable[[Floats], RequestCounts] | None = None,
+    host: Mapping[str, str] | None = None,
 ) -> ProbePack:
     """Write a new version of a pack and open it; the pack itself stays as it is.
 
@@ -44,6 +49,8 @@ def write_calibrated(
       thresholds are cleared.
     - `statistics`: counts of scores, in place of those that the pack had of the same probes.
     - `inputs`: what the documents were, for the record.
+    - `drift`, `host`: the counts of ordinary documents by the alert thresholds `[P]` of the new version, of all its
+      concepts, and what the host was (`probemon.host.identity`): its reference of drift. Without them it has none.
 
     Raises `PackError`, `ConfigError`.
     """
@@ -97,6 +104,12 @@ def write_calibrated(
         "source": {"name": pack.name, "sha256": source["files"][PROBES]["sha256"]},
         "versions": {"probemon": version("probemon"), "torch": torch.__version__, "numpy": np.__version__},
     }
+    sets = _alert_sets(pack, changes)
+    reference = None
+    if drift is not None:
+        ids, every = tuple(concept["id"] for concept in pack.concepts), np.arange(pack.n_probes)
+        counts = drift(alert.numpy())
+        reference = DriftReference(ids, every, tuple(pack.sites), counts, host or {}, {}, sets["alert_set"])
     provenance = dict(source.get("provenance") or {})
     provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
     with PackWriter(
@@ -115,8 +128,9 @@ def write_calibrated(
         alert_threshold=alert,
         expand_threshold=expand,
         aggregated=aggregated,
-        **_alert_sets(pack, changes),
         score_counts=_counts_of(pack) if statistics is None else statistics.beside(pack),
+        **sets,
+        drift=reference,
         familiar=pack.familiar,
         golden_hidden=pack.golden_hidden,
         recommended=recommended,

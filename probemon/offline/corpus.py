@@ -30,11 +30,12 @@ from probemon.offline.state_reader import ShardPlan, StateReader
 from probemon.offline.windows import Piece, Reading, Shard, Tokens, shards
 
 _IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
+_Part = tuple[list[Piece], Scores, tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A document with the scores of its T tokens, and `everything` fp32 `[T, P]` if asked for.
+    """A document with the scores of its T tokens; `everything` fp32 `[T, P]` and `norms [T, S]` if asked for.
 
     `tokens` and `scores` are None where the document has a reason.
     """
@@ -43,6 +44,7 @@ class ScoredDocument:
     tokens: Tokens | None
     scores: Scores | None
     everything: Tensor | None = None
+    norms: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ScoredShard:
     ptr: Ints
     scores: Scores
     everything: Tensor | None
+    norms: Tensor | None
 
     def __iter__(self) -> Iterator[ScoredDocument]:
         for i, (document, tokens) in enumerate(zip(self.documents, self.tokens, strict=True)):
@@ -62,9 +65,8 @@ class ScoredShard:
             if tokens is None:
                 yield ScoredDocument(document, None, None)
             else:
-                yield ScoredDocument(
-                    document, tokens, self.scores.take(at), None if self.everything is None else self.everything[at]
-                )
+                full = (None if values is None else values[at] for values in (self.everything, self.norms))
+                yield ScoredDocument(document, tokens, self.scores.take(at), *full)
 
 
 def score_documents(
@@ -78,7 +80,10 @@ def score_documents(
     strict: bool = False,
     progress: Callable[[float, int], object] | None = None,
 ) -> Iterator[ScoredDocument]:
-    """Score documents, in order; `exhaustive`: also by every probe. Raises as `CorpusScorer`."""
+    """Score documents, in order; `exhaustive`: also by every probe, and the norms of their states are taken.
+
+    Raises as `CorpusScorer`.
+    """
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
     for scored in scorer.score(shards(documents), exhaustive=exhaustive, progress=progress):
         yield from scored
@@ -127,7 +132,7 @@ class CorpusScorer:
                 while following is not None:
                     planned = following.result()
                     following = self._begin(tokenising, source)
-                    parts: list[tuple[list[Piece], Scores, Tensor | None]] = []
+                    parts: list[_Part] = []
                     for rows in planned.batches:
                         states = self.reader.run(rows, planned.tokens)
                         under_way.append(
@@ -167,7 +172,7 @@ class CorpusScorer:
 
     def _score(
         self,
-        parts: list[tuple[list[Piece], Scores, Tensor | None]],
+        parts: list[_Part],
         rows: list[Piece],
         states: Mapping[str, Tensor],
         audit: Mask | None,
@@ -175,8 +180,11 @@ class CorpusScorer:
     ) -> None:
         with torch.inference_mode():
             _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.strategy)
-            everything = self.manager.score_all(states) if exhaustive else None
-        parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), everything))
+            full = None
+            if exhaustive:
+                norms = [torch.linalg.vector_norm(states[site].float(), dim=-1) for site in self.manager.pack.sites]
+                full = self.manager.score_all(states), torch.stack(norms, dim=1).cpu()
+        parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), full))
 
 
 def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
@@ -188,7 +196,7 @@ def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> I
             yield scored
 
 
-def _assemble(planned: ShardPlan, parts: list[tuple[list[Piece], Scores, Tensor | None]], n_probes: int) -> ScoredShard:
+def _assemble(planned: ShardPlan, parts: list[_Part], n_probes: int) -> ScoredShard:
     """Put the scores of a shard's batches into the order of its documents and their tokens."""
     lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
     ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -201,7 +209,6 @@ def _assemble(planned: ShardPlan, parts: list[tuple[list[Piece], Scores, Tensor 
     assert len(order) == ptr[-1]
     top_k = parts[0][1].report_top_k if parts else 10
     scores = Scores.join([scored for _, scored, _ in parts], n_probes, top_k).take(order)
-    full = [everything for *_, everything in parts if everything is not None]
-    return ScoredShard(
-        planned.shard, planned.documents, planned.tokens, ptr, scores, torch.cat(full)[order] if full else None
-    )
+    full = zip(*(values for *_, values in parts if values is not None), strict=True)
+    everything, norms = [torch.cat(values)[order] for values in full] or (None, None)
+    return ScoredShard(planned.shard, planned.documents, planned.tokens, ptr, scores, everything, norms)

@@ -1,5 +1,5 @@
-"""What a manifest claims of its host, its quality and its calibrations: whether each is of the kind that the commands
-read.
+"""What a manifest claims of its host, quality, calibrations and reference of drift: whether each is of the kind that
+the commands read.
 
     check_claims(manifest)             # raises ValueError: "quality.per_level is a list: expected an object"
 
@@ -20,13 +20,14 @@ Check = Callable[[str, Any], None]
 
 
 def check_claims(manifest: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming the first part of `host`, `quality` or `provenance`, or the `alert_set`, that is of
-    another kind than it has to be.
+    """Raise `ValueError` naming the first part of `host`, `quality`, `provenance` or `drift`, or the `alert_set`, that
+    is of another kind than it has to be.
     """
     alert_set = manifest.get("alert_set")
     if alert_set is not None and not (isinstance(alert_set, str) and SET_NAME.fullmatch(alert_set)):
         raise _wrong("alert_set", alert_set, "a name of letters, digits and . _ -")
-    for part, check in (("host", _HOST), ("quality", _QUALITY), ("provenance", _PROVENANCE)):
+    parts = {"host": _HOST, "quality": _QUALITY, "provenance": _PROVENANCE}
+    for part, check in ({**parts, "drift": _DRIFT} if "drift" in manifest else parts).items():
         claimed = manifest.get(part) or {}
         if any(depth > MAX_DEPTH for depth in _depths(claimed)):
             raise ValueError(f"{part} is nested more than {MAX_DEPTH} deep")
@@ -135,3 +136,6 @@ _texts = dict.fromkeys(("model_id", "revision", "fingerprint", "quantisation"), 
 _HOST = _object({**_texts, "n_layers": _maybe(_whole), "hidden_size": _maybe(_whole), "adapters": _maybe(_all(_text))})
 _QUALITY = _object({**_measures, **_overall, "per_level": _maybe(_each(_object(_measures))), "alerts": _alerts})
 _PROVENANCE = _object({"calibrations": _maybe(_all(_calibration))})
+_DRIFT = _object(
+    {"n_requests": _whole, "host": _each(_text), "alert_set": _maybe(_text)}, ["n_requests", "host", "alert_set"]
+)

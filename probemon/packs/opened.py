@@ -23,11 +23,13 @@ from torch import Tensor
 
 from probemon.core.checks import check_bool, check_count, check_path, is_number
 from probemon.core.concept_names import Names, Wanted
+from probemon.core.drift_reference import DriftReference
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits, is_recurrent
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
+from probemon.packs.drift_tensors import check_drift, drift_of
 from probemon.packs.held_file import HeldFolder, read_whole
 from probemon.packs.held_tensors import HeldTensors
 from probemon.packs.manifest import (
@@ -131,6 +133,7 @@ class OpenedPack:
         if self.alert_set is not None:
             self._alert_sets = {self.alert_set: self.alert_threshold, **self._alert_sets}
         self.familiar = familiar_of(described, tensors.read, len(self.inputs), self.architecture.hidden_size, where)
+        self._holds_drift = check_drift(manifest, described, self.n_probes, len(self.sites), where)
         self.golden_error: float | None = None
         self.input_limit = np.full(self.n_probes, np.nan)
         self.lowest_input_limit = math.inf
@@ -274,6 +277,14 @@ class OpenedPack:
     def golden_scores(self) -> Tensor | None:
         """The scores of the golden states."""
         return self._tensors.all().get("golden_scores")
+
+    @cached_property
+    def drift_reference(self) -> DriftReference | None:
+        """What requests were like where the pack was calibrated, read when asked for; None where it does not say."""
+        if not self._holds_drift:
+            return None
+        ids = [concept["id"] for concept in self.concepts]
+        return drift_of(self.manifest, self._tensors.read, ids, self.sites, f"{self.directory / PROBES}")
 
     @property
     def in_memory(self) -> bool:

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_choice, check_mapping, check_mappings, check_tensor, check_text
+from probemon.core.drift_reference import DriftReference
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.probes import Architecture, InputSpec
 from probemon.core.score_counts import N_BINS
 from probemon.errors import ConfigError, PackError
 from probemon.packs.claims import SET_NAME
+from probemon.packs.drift_tensors import drift_tensors
 from probemon.packs.manifest import (
     CONTROL,
     FORMAT,
@@ -75,6 +77,7 @@ class PackSpec:
     provenance: Mapping[str, Any] | None = None
     quality: Mapping[str, Any] | None = None
     scope: str | None = None
+    drift: DriftReference | None = None
     order: Ints = field(init=False)
     tree: ConceptTree = field(init=False)
     input_specs: list[InputSpec] = field(init=False)
@@ -133,6 +136,9 @@ class PackSpec:
             **{SCORE_COUNTS + str(name): counts[order] for name, counts in self._counts().items()},
             **familiar_tensors(self.familiar or ()),
         }
+        if self.drift is not None:
+            sites = list(dict.fromkeys(spec.site for spec in self.input_specs))
+            small |= drift_tensors(self.drift, self.ids, sites, self.order)
         self._check_values(small)
         if self.golden_hidden is not None:
             small["golden_hidden"] = golden = self._golden(self.golden_hidden)
@@ -153,6 +159,7 @@ class PackSpec:
             "recommended": dict(self.recommended or {}),
             **({} if self.alert_set is None else {"alert_set": self.alert_set}),
             **({} if self.scope == HERE else {"scope": self.scope}),
+            **({} if self.drift is None else {"drift": self.drift.stated()}),
             "architecture": self.architecture.as_dict(),
             "dtype": name_of(self.dtype),
             "counts_per_level": {str(int(level)): int(count) for level, count in zip(levels, counts, strict=True)},

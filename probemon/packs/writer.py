@@ -67,6 +67,7 @@ class PackWriter:
     - `score_counts`: how often each scored how high on calibration text, `[P, 128]` whole numbers (`ScoreCounts`), by
       `str()` of an aggregator, "each" for the tokens' own
     - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
+    - `drift`: a `DriftReference` of all concepts, as given, whose scores are all counted
     - `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`, whose scores are kept
     - `recommended`: settings; `provenance`, `quality`: dicts of JSON
     - `scope`: "here" where a score says that a concept is at the token, "so far" where it was at it or at one before;

@@ -1,0 +1,273 @@
+"""A monitor of drift on a real tiny host with random probes: each planted drift is found and named, and none where
+nothing changed.
+"""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from blinded import Blinded
+from conftest import PAD, make_model, make_pack
+from oracle import states
+from probemon import DynamicProbeManager, ProbePack
+from probemon.core.drift_reference import DriftReference
+from probemon.core.request_counts import RequestCounts, RequestTraits
+from probemon.errors import CalibrationError, ConfigError
+from probemon.monitor.drift import ALARM_KINDS, DriftMonitor
+
+ROWS, NEW = 50, 3
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+
+
+@pytest.fixture(scope="module")
+def rare(model, tmp_path_factory):
+    """A pack whose concepts fire in some requests and not in others."""
+    made = make_pack(tmp_path_factory.mktemp("drift") / "first", model)
+    manager = DynamicProbeManager(made, strategy="descent", impl="cpu")
+    ids = [prompt.tolist() for prompt in prompts(0, 60)]
+    highest = np.stack([manager.score_all(states(model, made, row)).numpy().max(axis=0) for row in ids])
+    given = [made.find(f"c{i}") for i in range(made.n_probes)]
+    alert = torch.from_numpy(np.quantile(highest, 0.8, axis=0).astype(np.float32))[given]
+    return make_pack(tmp_path_factory.mktemp("drift") / "rare", model, alert_threshold=alert)
+
+
+@pytest.fixture(scope="module")
+def manager(rare):
+    return DynamicProbeManager(rare)
+
+
+@pytest.fixture(scope="module")
+def reference(manager, model, tmp_path_factory):
+    """A file with what 1,000 requests are like."""
+    path = tmp_path_factory.mktemp("drift") / "reference.json"
+    drift = DriftMonitor(manager)
+    watch(manager, model, drift, range(20))
+    drift.freeze(path)
+    return path
+
+
+def prompts(seed, n=ROWS, first=4, last=61):
+    return torch.randint(first, last, (n, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def watch(manager, model, drift, seeds, asked=prompts, tokenizer=None):
+    """Generate a batch of requests for each seed, in one run; return its health."""
+    with manager.attach(model, tokenizer, drift=drift) as run:
+        for seed in seeds:
+            ids = asked(seed)
+            model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert not run.failures
+    return run.health()
+
+
+def kinds(drift):
+    return {kind for kind, n in drift.counts().items() if n}
+
+
+def changed_pack(rare, path, change):
+    """The same pack with other weights, which its reference does not know of: what a slip in a release does."""
+    weights = {name: tensor.clone() for name, tensor in rare.weights.items()}
+    change(weights)
+    return ProbePack.write(
+        path,
+        name="random",
+        concepts=rare.concepts,
+        weights=weights,
+        score_rule="path",
+        host=rare.manifest["host"],
+        licence="CC0-1.0",
+        inputs=[spec.as_dict() for spec in rare.inputs],
+        card="Random probes.\n",
+        alert_threshold=rare.alert_threshold,
+    )
+
+
+def unpinned(reference, path):
+    """The same reference, that says nothing of the probes that it was counted of."""
+    content = json.loads(reference.read_text())
+    path.write_text(json.dumps({**content, "packs": {}}))
+    return path
+
+
+def test_what_is_counted_is_what_plain_forwards_show(manager, model, rare):
+    drift = DriftMonitor(manager)
+    watch(manager, model, drift, range(2))
+    frozen, traits = drift.freeze(), []
+    with torch.no_grad():
+        for seed in range(2):
+            ids = prompts(seed)
+            whole = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[:, :-1]  # the last is not run
+            for row in whole.tolist():
+                hidden = states(model, rare, row)
+                norms = np.stack([value.norm(dim=-1).numpy() for value in hidden.values()], axis=1)
+                traits.append(RequestTraits.of(manager.score_all(hidden).numpy(), norms, rare.alert_threshold.numpy()))
+    expected = RequestCounts.of(traits)
+    assert frozen.counts.n == 100 and frozen.ids == tuple(concept["id"] for concept in rare.concepts)
+    assert (frozen.counts.fired == expected.fired).all() and 0 < expected.fired.min() < expected.fired.max() < 100
+    roots = [rare.find(frozen.ids[place]) for place in frozen.scored]
+    assert roots == np.flatnonzero(manager.plan.always).tolist()
+    for name in ("low", "high", "flat", "highest"):
+        assert (getattr(frozen.counts, name) == getattr(expected, name)[roots]).all(), name
+    assert (frozen.counts.norms == expected.norms).all()
+
+
+def test_nothing_is_raised_where_nothing_changed_and_watching_changes_nothing(manager, model, reference):
+    drift = DriftMonitor(manager, reference)
+    health = watch(manager, model, drift, range(100, 130))
+    assert drift.alarms == () and drift.n_alarms == 0 and drift.report()["n_requests"] == 1500
+    assert health.checks[-1].what == "1,500 requests are like the 1,000 of the reference" and not health.wrong
+    ids = prompts(7)
+    with manager.attach(model, drift=DriftMonitor(manager)):
+        watched = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert torch.equal(watched, model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY))
+
+
+def test_other_traffic_is_found_in_base_rates(manager, model, reference, caplog):
+    """Requests of few tokens: some concepts fire more often, others less."""
+    drift, heard = DriftMonitor(manager, reference), []
+    drift.on_alarm(heard.append)
+    drift.on_alarm(lambda alarm: 1 / 0)
+    with caplog.at_level(logging.WARNING, logger="probemon"):
+        health = watch(manager, model, drift, range(100, 112), lambda seed: prompts(seed, first=4, last=12))
+    rates = [alarm for alarm in drift.alarms if alarm.kind == "base_rate"]
+    assert rates and {alarm.observed > alarm.reference for alarm in rates} == {True, False}
+    frozen, counted = DriftReference.read(reference), DriftMonitor(manager)
+    for alarm in rates:
+        assert alarm.reference == frozen.counts.fired[frozen.ids.index(alarm.concept)] / 1000 and alarm.p < 1e-6
+        assert f"({alarm.concept}) fires in" in str(alarm) and counted.n_requests == 0
+    assert len(heard) == drift.n_alarms >= len(rates) and heard[0].sentence in caplog.text
+    assert "on_alarm failed: ZeroDivisionError" in caplog.text
+    assert health.checks[-1].state == "warning" and health.ok and health.checks[-1].what.startswith("base_rate: ")
+
+
+def test_a_host_that_is_scaled_is_found_in_norms(manager, model, reference):
+    """By a hook, so that no weight of the host is another, and the fingerprint says nothing."""
+    drift = DriftMonitor(manager, reference)
+    handle = model.model.layers[1].register_forward_hook(
+        lambda module, args, output: (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+    )
+    try:
+        watch(manager, model, drift, range(100, 106))
+    finally:
+        handle.remove()
+    [norms] = [alarm for alarm in drift.alarms if alarm.kind == "norms"]
+    assert norms.concept == "resid_post.1" and norms.observed / norms.reference == pytest.approx(1.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("constant", lambda w, root: w["w3"][root].zero_()),
+        ("saturated", lambda w, root: w["b3"][root].fill_(30.0)),
+        ("scores", lambda w, root: w["b3"][root].add_(1.5)),
+    ],
+)
+def test_a_probe_that_became_another_is_found(rare, model, reference, tmp_path, kind, change):
+    other = changed_pack(rare, tmp_path / "other", lambda weights: change(weights, 0))
+    manager = DynamicProbeManager(other)
+    with pytest.raises(ConfigError, match="the reference is of other probes"):
+        DriftMonitor(manager, reference)
+    drift = DriftMonitor(manager, unpinned(reference, tmp_path / "unpinned.json"))
+    watch(manager, model, drift, range(100, 106))
+    found = [alarm for alarm in drift.alarms if alarm.kind == kind]
+    assert [alarm.concept for alarm in found] == [rare.concepts[0]["id"]] and found[0].n <= 1000
+    assert {alarm.concept for alarm in drift.alarms if alarm.kind in ("constant", "saturated")} <= {found[0].concept}
+
+
+def test_another_host_is_said_to_be_that_and_nothing_is_compared(manager, reference):
+    drift, host = DriftMonitor(manager, reference), make_model()
+    watch(manager, host, drift, range(3))
+    assert drift.alarms == () and drift.n_requests == 150
+    with torch.no_grad():
+        host.model.layers[0].mlp.down_proj.weight.mul_(3)
+    with pytest.warns(UserWarning, match="this model's weights are others"):
+        health = watch(manager, host, drift, range(100, 110))
+    [alarm] = drift.alarms
+    assert (alarm.kind, alarm.concept) == ("host", "") and "its weights were bf16-samples:" in alarm.sentence
+    assert drift.report()["n_of_other_hosts"] == 500 and drift.report()["n_requests"] == 150
+    assert drift.counts() == {**dict.fromkeys(ALARM_KINDS, 0), "host": 1} and "host: " in health.checks[-1].what
+    watch(manager, make_model(), drift, range(1))
+    assert drift.alarms == () and drift.report()["n_requests"] == 200
+
+
+def test_requests_of_which_a_token_was_not_seen_or_a_probe_dropped_are_left_out(rare, model, reference):
+    host, drift = make_model(), DriftMonitor(DynamicProbeManager(rare), reference)
+    with drift_run(rare, host, drift), Blinded(host, [1]):
+        host.generate(prompts(0), attention_mask=torch.ones(ROWS, 6, dtype=torch.int64), **GREEDY)
+    assert drift.report()["n_incomplete"] == ROWS and drift.report()["n_requests"] == 0
+    assert drift.check().state == "warning" and "50 of 50 requests cannot be compared" in drift.check().what
+    few = DynamicProbeManager(rare, max_loaded_probes=6)
+    drift = DriftMonitor(few, reference)
+    watch(few, host, drift, range(1))
+    assert (
+        drift.report()["n_incomplete"] > ROWS // 2
+        and sum(drift.report()[n] for n in ("n_incomplete", "n_requests")) == 50
+    )
+
+
+def drift_run(pack, host, drift):
+    return DynamicProbeManager(pack).attach(host, drift=drift, on_gap=lambda gap: None)
+
+
+def test_beams_are_left_out_and_generations_that_fail_are_requests(manager, model):
+    drift = DriftMonitor(manager)
+    ids = prompts(0, 4)
+    with manager.attach(model, drift=drift) as run:
+        model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=2, **GREEDY)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), logits_processor=[lambda ids, scores: 1 / 0], **GREEDY
+            )
+        model(ids)
+    assert not run.failures and drift.n_requests == 8 and drift.n_incomplete >= 4
+
+
+def test_only_what_every_descent_evaluates_is_compared_where_some_fires_are_not_found(rare, reference):
+    partial = DriftMonitor(DynamicProbeManager(rare, load_threshold=0.9), reference)
+    rounds = DriftMonitor(DynamicProbeManager(rare, max_rounds=1), reference)
+    whole = DriftMonitor(DynamicProbeManager(rare), reference)
+    n_always = int(DynamicProbeManager(rare).plan.always.sum())
+    assert [one.report()["n_concepts"] for one in (partial, rounds, whole)] == [n_always, n_always, 40]
+
+
+def test_a_reference_needs_requests_and_no_reference_is_said(manager, model, tmp_path):
+    drift = DriftMonitor(manager)
+    health = watch(manager, model, drift, range(1))
+    assert "there is no reference to compare them with" in health.checks[-1].what and health.ok
+    with pytest.raises(CalibrationError, match="50 whole requests were counted, a reference needs 100"):
+        drift.freeze(tmp_path / "reference.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(format="other"), "is no reference of drift"),
+        (lambda c: c.update(format_version=2), "this probemon reads 1: freeze anew"),
+        (lambda c: c.update(n_requests=0), "it is of no requests"),
+        (lambda c: c.update(n_requests=True), "is no count"),
+        (lambda c: c["concepts"]["c5"].update(fired=1001), "1001 is no count from 0 to 1000"),
+        (lambda c: c["concepts"]["c0"].update(highest=[1000]), "highest scores are of 1000 requests in 1 bins"),
+        (lambda c: c["norms"]["resid_post.1"].update({"480": 1}), "480 is no count"),
+        (lambda c: c["host"].update(dtype=3), "not said in texts"),
+        (lambda c: c.pop("concepts"), "KeyError"),
+    ],
+)
+def test_a_damaged_reference_is_refused(reference, tmp_path, change, words):
+    content = json.loads(reference.read_text())
+    change(content)
+    (tmp_path / "bad.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=words):
+        DriftReference.read(tmp_path / "bad.json")
+
+
+def test_a_reference_that_is_written_is_read_as_it_was(manager, model, reference, tmp_path):
+    once = DriftReference.read(reference)
+    once.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == reference.read_bytes()
+    assert once.host["dtype"] == "float32" and list(once.packs) == ["random"]
+    with pytest.raises(ConfigError, match=r"cannot be read \(No such file"):
+        DriftReference.read(tmp_path / "none.json")

@@ -28,10 +28,9 @@ from probemon.core.checks import check_callable
 from probemon.core.drift_reference import DriftReference
 from probemon.core.drift_tests import BLOCK, KINDS, Difference, DriftTests
 from probemon.core.hierarchy import Ints
-from probemon.core.plan import CascadePlan
 from probemon.core.request_counts import RequestCounts, RequestTraits, norm_of_bin, score_of_bin
 from probemon.engine.joint import JointPlan
-from probemon.engine.scorer import Scorer
+from probemon.engine.scorer import Plan, Scorer
 from probemon.errors import CalibrationError, ConfigError
 from probemon.host.changes import HostMark
 from probemon.host.identity import changed, host_identity
@@ -97,7 +96,7 @@ class DriftMonitor:
         self.probes: Ints = np.flatnonzero(own)
         self.scored: Ints = np.flatnonzero(plan.always)
         self.sites: tuple[str, ...] = tuple(pack.sites)
-        self.n_excluded = plan.n_excluded
+        self._plan = plan
         self.alert = pack.alert_threshold.numpy()
         self._pack, self._concepts, self._n_probes = pack, pack.concepts, pack.n_probes
         self._host_alarm: DriftAlarm | None = None
@@ -205,6 +204,13 @@ class DriftMonitor:
         return RunRequests(self, model, tokenizer, guard)
 
     # -- requests, as they end -----------------------------------------------------------------------
+
+    def compares(self, plan: Plan) -> bool:
+        """Whether a plan scores what the manager's own does: all that is always scored, and the same concepts."""
+        same = [
+            np.ones(self._n_probes, dtype=bool) if one.watched is None else one.watched for one in (plan, self._plan)
+        ]
+        return bool(plan.always[self.scored].all()) and bool((same[0] == same[1]).all())
 
     def leave_out(self) -> None:
         """Count a request of which it is not known what fired."""
@@ -327,7 +333,7 @@ class DriftMonitor:
         return DriftAlarm(kind, concept, then, now, difference.n, difference.p, said)
 
 
-def _finds_all(pack: AnyPack, plan: CascadePlan | JointPlan) -> bool:
+def _finds_all(pack: AnyPack, plan: Plan) -> bool:
     """Whether all that fires is found: by the path rule, with every probe opened below which something may fire."""
     plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
     packs = list(pack.packs.values()) if isinstance(pack, PackGroup) else [pack]

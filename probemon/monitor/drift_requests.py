@@ -49,6 +49,7 @@ class RunRequests:
     def __init__(self, drift: DriftMonitor, model: Any, tokenizer: Any, guard: Guard) -> None:
         self.drift, self._model, self._tokenizer, self._guard = drift, model, tokenizer, guard
         self._open: dict[Recording, _Rows] = {}
+        self._compared: tuple[Watch, bool] | None = None
         self._lock, self._thread = threading.Lock(), threading.local()
 
     def beside(self, score: ScoreTokens) -> ScoreTokens:
@@ -81,7 +82,7 @@ class RunRequests:
             watch: Watch, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
         ) -> None:
             publish(watch, generation, recording, placed, scores)
-            self._guard("drift", self._add, recording, placed, scores, getattr(self._thread, "norms", None))
+            self._guard("drift", self._add, watch, recording, placed, scores, getattr(self._thread, "norms", None))
 
         return both
 
@@ -93,7 +94,9 @@ class RunRequests:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _add(self, recording: Recording, placed: PlacedTokens, scores: Scores, norms: Tensor | None) -> None:
+    def _add(
+        self, watch: Watch, recording: Recording, placed: PlacedTokens, scores: Scores, norms: Tensor | None
+    ) -> None:
         with self._lock:
             if recording not in self._open:
                 self._end_those_before()
@@ -101,7 +104,13 @@ class RunRequests:
                 self._open[recording] = _Rows(self.drift, host)
             rows = self._open[recording]
         values = None if norms is None else norms.cpu().numpy()
-        rows.add(placed.rows, scores, values)
+        rows.add(placed.rows, scores, values, comparable=self._compares(watch))
+
+    def _compares(self, watch: Watch) -> bool:
+        """Whether what holds now, which may have changed while the host runs, scores what the manager's settings do."""
+        if self._compared is None or self._compared[0] is not watch:
+            self._compared = (watch, self.drift.compares(watch.plan))
+        return self._compared[1]
 
     def _end_those_before(self) -> None:
         """End the generations that are done; of documents the oldest, once there are many."""
@@ -127,7 +136,6 @@ class _Rows:
         self._place = np.full(len(drift.alert), -1, dtype=np.int64)
         self._place[drift.scored] = np.arange(len(drift.scored))
         self._shapes = {"fired": len(drift.alert), "scored": len(drift.scored), "sites": len(drift.sites)}
-        self._n_excluded = drift.n_excluded
         self._rows: dict[str, np.ndarray] = {}
         self._grow(0)
 
@@ -148,14 +156,12 @@ class _Rows:
             fresh[name][: len(values)] = values
         self._rows = fresh
 
-    def add(self, rows: Ints, scores: Scores, norms: np.ndarray | None) -> None:
+    def add(self, rows: Ints, scores: Scores, norms: np.ndarray | None, *, comparable: bool) -> None:
         if rows.size and rows.max() >= len(self._rows["n_tokens"]):
             self._grow(int(rows.max()) + 1)
         kept, coverage = self._rows, scores.coverage
         seen = coverage.seen
-        # Where other concepts are excluded than the manager's settings say, a run was changed while it ran.
-        changed = seen & (coverage.excluded != self._n_excluded)
-        kept["incomplete"][rows[~seen | (coverage.dropped > 0) | changed]] = True
+        kept["incomplete"][rows[~seen | (coverage.dropped > 0) | (not comparable)]] = True
         np.add.at(kept["n_tokens"], rows, 1)
         state = scores.state_of
         fired = scores.fired_mask

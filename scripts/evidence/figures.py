@@ -422,7 +422,21 @@ def training_costs(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def drift_doubled(found: dict[str, Any]) -> list[str]:
+    """Return the rows of how soon a doubled base rate is found."""
+    return [
+        f"| {row['rate']:.0%} | {row['n_reference']:,} | {row['found_within_1000']:.1%} | {_until(row['median'])} |"
+        f" {_until(row['p95'])} |"
+        for row in found["doubled"]
+    ]
+
+
+def _until(n_requests: float) -> str:
+    return "over 5,000" if n_requests >= 5000 else f"{n_requests:,.0f}"
+
+
 TABLES = {
+    "drift.json": (drift_doubled,),
     "host_recipes.json": (recipes, recipe_traps, recipe_refusals),
     "memory_overhead.json": (memory_overhead,),
     "ltm_recall.json": (recall_study,),

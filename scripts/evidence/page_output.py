@@ -45,6 +45,7 @@ NAMES = (
     "watch",
     "rules",
     "deployment",
+    "drift",
     "decode-loop",
     "hidden-states",
     "several-packs",

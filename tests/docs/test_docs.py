@@ -143,6 +143,14 @@ def test_the_reason_to_route_is_what_was_measured():
     assert f"at most {result('bem.json')['claims']['latency_over_lora_pct']['value']:.1f} % more" in page
 
 
+def test_how_soon_and_how_falsely_drift_is_found_is_what_was_simulated():
+    found, page = result("drift.json"), page_of("docs/drift.md")
+    assert flat(figures.drift_doubled(found)) in page and found["data"] == "random"
+    n = found["drift_false_alarms_per_1000_days"]
+    assert f"with {found['n_concepts']} concepts, there were {n}." in page and n <= found["expected_at_most"] == 1
+    assert found["drift_detect_requests"] <= 1000
+
+
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
     measured, page = result("cpu.json"), page_of("docs/performance.md")
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)

@@ -212,6 +212,16 @@ def drift_run(pack, host, drift):
     return DynamicProbeManager(pack).attach(host, drift=drift, on_gap=lambda gap: None)
 
 
+def test_requests_of_other_concepts_than_the_manager_watches_are_left_out(manager, model):
+    drift, ids = DriftMonitor(manager), prompts(0)
+    with manager.attach(model, drift=drift) as run:
+        run.update(exclude=["c20"])
+        model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+        run.update(exclude=[])
+        model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert not run.failures and drift.n_incomplete == drift.n_requests == ROWS
+
+
 def test_beams_are_left_out_and_generations_that_fail_are_requests(manager, model):
     drift = DriftMonitor(manager)
     ids = prompts(0, 4)

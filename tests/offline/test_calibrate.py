@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -18,14 +19,18 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.calibrate import calibrate
 from probemon.core.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
+from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.core.score_counts import ScoreCounts
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
+from probemon.host.identity import host_identity
+from probemon.monitor.drift import DriftMonitor
 from probemon.offline.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed
 from probemon.offline.calibrated_pack import write_calibrated
 from probemon.offline.corpus import score_documents
 from probemon.offline.documents import read_documents
 from probemon.offline.expansion import Expansion
 from probemon.offline.windows import Reading, Window
+from probemon.packs.edit import rename
 
 AGGREGATORS = [Each(), Mean(), Max(), Ema(0.3), RollingMean(3), RollingMax(3), Attention(0.1)]
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -632,6 +637,58 @@ def test_the_command_calibrates_nothing_for_a_baseline(workplace, pack, tmp_path
     ):
         done = run_command(*common, *options)
         assert isinstance(done.exception, ConfigError) and words in str(done.exception), done.exception
+
+
+def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp_path):
+    """Its documents, as requests: by the thresholds of the new version, and of all concepts, watched or not."""
+    shared = [pack.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl"]
+    done = run_command(*shared, "--fpr", 0.1, "--watch", "c5", "--watch", "c9", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    made, tokenizer, traits = ProbePack.open(tmp_path / "out", verify=True), make_tokenizer(), []
+    frozen, texts = made.drift_reference, random_texts(60, longest=40)
+    for text, scores in zip(texts, exhaustive(pack, model, texts), strict=True):
+        hidden = states(model, pack, [1, *tokenizer(text)["input_ids"]])
+        norms = np.stack([h[1:].norm(dim=-1).numpy() for h in hidden.values()], axis=1)
+        traits.append(RequestTraits.of(scores, norms, made.alert_threshold.numpy()))
+    expected = RequestCounts.of(traits)
+    assert frozen.counts.n == 60 and frozen.host == host_identity(model, tokenizer) and frozen.alert_set is None
+    assert frozen.ids == tuple(concept["id"] for concept in made.concepts) and frozen.sites == ("resid_post.1",)
+    # A document whose highest score is the threshold itself is over it or not, by the last bit.
+    assert np.abs(frozen.counts.fired - expected.fired).max() <= 1 and expected.fired.max() > 0
+    for name in ("low", "high", "flat", "highest", "norms"):
+        assert np.abs(getattr(frozen.counts, name) - getattr(expected, name)).sum() <= 2, name
+    assert pack.drift_reference is None
+    with pytest.raises(ConfigError, match="the reference is of 60 requests, and of fewer than 100"):
+        DriftMonitor(DynamicProbeManager(made))
+    # What cuts a pack down, or names it anew, knows nothing of requests; a copy is the same pack.
+    assert rename(made, tmp_path / "renamed", name="other").drift_reference is None
+    copy = made.save_pretrained(tmp_path / "copy")
+    assert (copy.drift_reference.counts.highest == frozen.counts.highest).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda manifest: manifest.pop("drift"), "and the manifest's drift beside it"),
+        (lambda manifest: manifest["drift"].pop("host"), "drift has no host"),
+        (lambda manifest: manifest["drift"].update(n_requests="60"), "drift.n_requests is '60': expected a number"),
+        (lambda manifest: manifest["drift"].update(n_requests=59), "are no counts of 59 requests"),
+    ],
+)
+def test_a_forged_reference_of_a_pack_is_refused(workplace, pack, tmp_path, change, words):
+    counts = RequestCounts.none(pack.n_probes, pack.n_probes, 1)
+    counts.highest[:, 3] = 60
+    frozen = replace(counts, n=60)
+    made = write_calibrated(
+        pack, tmp_path / "out", watched=[3], alerts=made_alerts(Each(), [0.5]), drift=lambda alert: frozen, host={}
+    )
+    assert made.drift_reference.counts.highest[0, 3] == 60
+    path = tmp_path / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(PackCorrupt, match=words):
+        ProbePack.open(tmp_path / "out").drift_reference  # noqa: B018
 
 
 def test_the_command_calibrates_expansion_on_documents_that_set_no_alerts(workplace, model, pack, tmp_path):

@@ -195,7 +195,13 @@ class Result:
             None if self.reads is None else self.reads.take(kept),
         )
         result = Result(
-            self.pack, self._tokenizer, tokens, self.host, host_changed=self.host_changed, requests=self.requests
+            self.pack,
+            self._tokenizer,
+            tokens,
+            self.host,
+            host_changed=self.host_changed,
+            requests=self.requests,
+            watches=tuple(one for one in self.watches if one[1] < position),
         )
         result.deployment = self.deployment
         return result
@@ -384,7 +390,7 @@ def find_result(
         raise ConfigError(f"out is {described(sequences)}: give what generate() returned, ids [B, L]")
     ids = sequences.detach().cpu().numpy().astype(np.int64)
     recording = find_recording(recordings, ids, sequences, generation=generation, keep_tokens=keep_tokens)
-    watches = tuple(one for row in range(len(ids)) for one in _watches(recording, row))
+    watches = tuple((row, *one) for row in range(len(ids)) for one in recording.watched_from())
     return Result(
         pack, tokenizer, recording.tokens(ids), recording.host, host_changed=recording.host_changed, watches=watches
     )
@@ -404,7 +410,7 @@ def _result_of_requests(
         ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]], dtype=np.int64)
         recording = find_recording(recordings, ids, output, request, keep_tokens=keep_tokens)
         hosts.append(recording.host)
-        watches += _watches(recording, row)
+        watches += [(row, *one) for one in recording.watched_from()]
         changed = changed or recording.host_changed
         parts.append(recording.tokens(ids))
     if not parts:
@@ -418,10 +424,6 @@ def _result_of_requests(
         requests=tuple(outputs),
         watches=tuple(watches),
     )
-
-
-def _watches(recording: Recording, row: int) -> list[tuple[int, int, int]]:
-    return [(row, max(0, column - recording.offset), number) for column, number in recording.watches]
 
 
 def _strength(score: Any, threshold: Any) -> Any:

@@ -308,6 +308,19 @@ class Recording:
         read = MemoryReads.join(reads).take(keep) if reads else None
         return row[keep], column[keep], ids[keep], phase[keep], joined.take(keep), read
 
+    def watched_from(self) -> list[tuple[int, int]]:
+        """Return from which position which state of what is watched held, in earlier turns too."""
+        turn: Recording | None = self
+        turns, end = [], int(NEVER)
+        while turn is not None:
+            turns.append([(column, number) for column, number in turn.watches if column < end])
+            end, turn = min(end, turn.call.first_column), turn.earlier
+        held: dict[int, int] = {}
+        for column, number in (one for watches in reversed(turns) for one in watches):
+            if number != next(reversed(held.values()), None):
+                held[max(0, column - self.offset)] = number
+        return list(held.items())
+
     def mismatch(self, sequences: Ints) -> str | None:
         """Why `sequences [B, L]` are not what was recorded, or None where they may be."""
         n_rows, length = sequences.shape

@@ -158,9 +158,13 @@ def test_client_that_does_not_read_holds_up_nobody_else_and_is_cut_off(served, c
         head, body = post(running, ask)
         connection.sendall(head + body)
         assert collected(stream(running))[3] == "length"
+
+        def is_counted():  # idle is also a server that has not read the request yet
+            metrics = running.ask("GET", "/metrics").content
+            return b'{outcome="stalled"} 1.0' in metrics or b'{outcome="cancelled"} 1.0' in metrics
+
+        eventually(is_counted, 30)
         eventually(lambda: is_idle(running), 30)
-        metrics = running.ask("GET", "/metrics").content
-        assert b'{outcome="stalled"} 1.0' in metrics or b'{outcome="cancelled"} 1.0' in metrics
         assert collected(stream(running))[3] == "length"
         own = connection.getsockname()
         eventually(lambda: own not in [other.client for other in running.server.server_state.connections])

@@ -141,6 +141,11 @@ class Inputs:
         return unseen_inputs(self.largest, self.n)
 
 
+def norms_of(states: Mapping[str, Tensor], sites: Sequence[str]) -> Tensor:
+    """Return the L2 norms `[N, S]` fp32 of states `[N, D]` at some sites, on their device."""
+    return torch.stack([torch.linalg.vector_norm(states[site].detach().float(), dim=-1) for site in sites], dim=1)
+
+
 class InputMaker:
     """Prepares hidden states for probes: `specs` says what they read, each spec once, and `dtype` what of.
 

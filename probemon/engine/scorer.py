@@ -34,7 +34,7 @@ from probemon.engine.kernels import check_device
 from probemon.engine.memory.arena import Arena
 from probemon.engine.outcome import Outcome
 from probemon.errors import ConfigError
-from probemon.packs.configured import ConfiguredPack, configure_group
+from probemon.packs.configured import ConfiguredPack, configure_group, found
 from probemon.packs.group import AnyPack, PackGroup, Packs, one_or_several
 from probemon.packs.pack import ProbePack
 
@@ -134,7 +134,7 @@ class Scorer:
         group = self.pack
         given: list[list[int] | None] = [[group.find(concept) for concept in extra], None, None]
         if exclude is not None:
-            given[1] = group.find_all(exclude) if exclude else []
+            given[1] = found(group, exclude)
         if always_on is not None:
             given[2] = [group.find(concept) for concept in always_on]
         own = [None if probes is None else group.split(probes) for probes in given]

@@ -1,12 +1,13 @@
 """Change: what `MonitorRun.update` changes, checked whole before any of it holds.
 
 change = Change.of(manager, old, deployment, rules, always_on, exclude)
-change.check_beams()                                  # while beams run
+check_beams(change.new_rules)                         # while beams run
 change.make(watches)                                  # the number of the state that holds from then on
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any
 from probemon.core.checks import check_mappings
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError, NotSupportedDecoding, closest
+from probemon.errors import ConfigError, closest
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.watches import Watches
 
-_OF_A_RULE = {"concept": None, "above": None, "for_tokens": 1, "aggregate": None, "action": "stop", "on_blind": "pass"}
+_OF_A_RULE = [name for name in inspect.signature(make_rules).parameters if name != "pack"]
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,16 @@ class Change:
             raise ConfigError("this run began without a deployment: make its manager by from_deployment")
         newer = deployment if isinstance(deployment, Deployment) else Deployment.read(deployment)
         before.check_only_rules_differ(newer)
+        filed = newer.rules(manager.pack)
+        named: list[list[str]] = [newer.content.get(name, []) for name in ("always_on", "exclude")]
         with newer.errors_of_settings():
-            given = {name: newer.content.get(name, []) for name in ("always_on", "exclude")}
-            manager.plan_with([], given["exclude"], given["always_on"])
-        return cls(newer, newer.rules(manager.pack), own, given["always_on"], given["exclude"])
+            manager.plan_with([rule.probe for rule in filed], exclude=named[1], always_on=named[0])
+        return cls(newer, filed, own, *named)
 
-    def check_beams(self) -> None:
-        """Raise `NotSupportedDecoding` where a rule stops."""
-        if any("stop" in rule.actions for rule in (*(self.of_file or ()), *(self.rules or ()))):
-            raise NotSupportedDecoding("a stop cannot end one beam, and beams run: change it once they have ended")
+    @property
+    def new_rules(self) -> tuple[Rule, ...]:
+        """Return the rules that it brings."""
+        return (*(self.of_file or ()), *(self.rules or ()))
 
     def make(self, watches: Watches) -> int:
         """Make it hold for the tokens from now on. Raises `ConfigError`, `ArenaFull`, and changes nothing then."""
@@ -84,4 +86,4 @@ def _made(manager: Scorer, rule: Mapping[str, Any]) -> list[Rule]:
             raise ConfigError(f"a rule has no {name!r}{closest(name, _OF_A_RULE)}: see MonitorRun.on")
     if "concept" not in rule:
         raise ConfigError("a rule has no concept: give the arguments of MonitorRun.on, concept among them")
-    return make_rules(manager.pack, **{**_OF_A_RULE, **rule})
+    return make_rules(manager.pack, **rule)

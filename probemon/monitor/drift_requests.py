@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints
+from probemon.core.inputs import norms_of
 from probemon.core.request_counts import (
     MOSTLY,
     N_NORM_BINS,
@@ -62,7 +62,7 @@ class RunRequests:
             if report_scores is None or isinstance(states, str):
                 return report_scores
             norms: list[Tensor] = []
-            self._guard("drift", lambda: norms.append(_norms(states, self.drift.sites)))
+            self._guard("drift", lambda: norms.append(norms_of(states, self.drift.sites)))
 
             def report_both(report: bool) -> None:
                 self._thread.norms = norms[0] if norms else None  # for the tokens that are published in this call
@@ -203,8 +203,3 @@ class _Rows:
                 )
             )
         return traits
-
-
-def _norms(states: Mapping[str, Tensor], sites: tuple[str, ...]) -> Tensor:
-    """Return the L2 norms `[N, S]` of states by site, on their device."""
-    return torch.stack([torch.linalg.vector_norm(states[site].detach().float(), dim=-1) for site in sites], dim=1)

@@ -19,10 +19,10 @@ import numpy as np
 
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
-from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.errors import ConceptRaised, ConfigError
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT, Failures
-from probemon.monitor.rules import PASS, Event, Rule
+from probemon.monitor.rules import PASS, Event, Rule, check_beams
 from probemon.monitor.sinks import Sink
 from probemon.monitor.watches import Watch, Watches
 from probemon.packs.group import AnyPack
@@ -90,10 +90,8 @@ class Publisher:
 
     def check_call(self, prompt: GenerateCall) -> None:
         """Raise `NotSupportedDecoding` for a call of `generate()` in which a rule could not do what it is for."""
-        if prompt.n_beams > 1 and any("stop" in rule.actions for rule in self.rules):
-            raise NotSupportedDecoding(
-                "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
-            )
+        if prompt.n_beams > 1:
+            check_beams(self.rules)
 
     def publish(
         self,

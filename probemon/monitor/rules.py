@@ -7,7 +7,7 @@ for i, reason in rule.blind_to(scores): ...                           # and thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from probemon.core.checks import check_count, check_number
 from probemon.core.concept_names import Wanted
 from probemon.core.memory_reads import Reading
 from probemon.core.scores import Scores
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
 
@@ -107,10 +107,10 @@ def make_rules(
     pack: AnyPack,
     concept: Wanted,
     *,
-    above: float | None,
-    for_tokens: int,
-    aggregate: str | Aggregator | None,
-    action: str | Callable[[Event], object],
+    above: float | None = None,
+    for_tokens: int = 1,
+    aggregate: str | Aggregator | None = None,
+    action: str | Callable[[Event], object] = "stop",
     on_blind: str | Callable[[Event], object] = PASS,
 ) -> list[Rule]:
     """Make a rule for each of the concepts, with the arguments of `run.on`. Raises `UnknownConcept`, `ConfigError`."""
@@ -138,6 +138,14 @@ def make_rules(
         Rule(probe, float(level), for_tokens, bound, action, _set_of(pack, probe) if is_own else None, on_blind)
         for probe, level, bound in zip(probes, levels, own, strict=True)
     ]
+
+
+def check_beams(rules: Iterable[Rule]) -> None:
+    """Raise `NotSupportedDecoding` where a rule could not do in beams what it is for."""
+    if any("stop" in rule.actions for rule in rules):
+        raise NotSupportedDecoding(
+            "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
+        )
 
 
 def check_above(aggregator: Aggregator, above: object, most: float) -> float:

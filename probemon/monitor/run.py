@@ -41,7 +41,7 @@ from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.health import Health, run_health
 from probemon.monitor.publisher import Listener, Publisher
 from probemon.monitor.result import Result, find_result
-from probemon.monitor.rules import Event, Rule, make_rules
+from probemon.monitor.rules import Event, Rule, check_beams, make_rules
 from probemon.monitor.sinks import Sink
 from probemon.monitor.token_scorer import TokenScorer
 from probemon.monitor.watches import Watched, Watches
@@ -249,7 +249,7 @@ class MonitorRun:
         """
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
         if self._watcher.running_beams:
-            change.check_beams()
+            check_beams(change.new_rules)
         number = change.make(self._watches)
         self.deployment = change.deployment or self.deployment
         return number

@@ -18,6 +18,7 @@ import numpy as np
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Plan, Scorer
 from probemon.monitor.rules import Rule
+from probemon.packs.configured import found
 
 Concepts = tuple[str, ...]
 
@@ -119,8 +120,7 @@ class Watches:
 
     def _ids(self, concepts: Wanted) -> Concepts:
         pack = self._manager.pack
-        probes = [] if isinstance(concepts, Sequence) and not len(concepts) else pack.find_all(concepts)
-        return tuple(pack.concepts[probe]["id"] for probe in probes)
+        return tuple(pack.concepts[probe]["id"] for probe in found(pack, concepts))
 
     def _numbered(self, rules: Sequence[Rule]) -> tuple[tuple[int, Rule], ...]:
         known, numbered = list(self.now.rules), []

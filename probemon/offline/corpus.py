@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import norms_of
 from probemon.core.scores import Scores
 from probemon.engine.audit import sample
 from probemon.engine.scorer import Scorer
@@ -182,8 +183,7 @@ class CorpusScorer:
             _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.strategy)
             full = None
             if exhaustive:
-                norms = [torch.linalg.vector_norm(states[site].float(), dim=-1) for site in self.manager.pack.sites]
-                full = self.manager.score_all(states), torch.stack(norms, dim=1).cpu()
+                full = self.manager.score_all(states), norms_of(states, self.manager.pack.sites).cpu()
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), full))
 
 

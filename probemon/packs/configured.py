@@ -74,8 +74,8 @@ def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[Confi
     config = CascadeConfig.of(settings)
     named = {
         "always_on": [group.find(concept) for concept in config.always_on],
-        "include": _found(group, config.include),
-        "exclude": _found(group, config.exclude),
+        "include": found(group, config.include),
+        "exclude": found(group, config.exclude),
     }
     own = {key: group.split(probes) for key, probes in named.items() if key in settings}
     depths = [(probe, n) for concept, n in config.depth.items() for probe in group.find_all(concept)]
@@ -95,13 +95,14 @@ def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[Confi
     return members
 
 
-def _found(pack: AnyPack, concepts: Wanted) -> list[int]:
+def found(pack: AnyPack, concepts: Wanted) -> list[int]:
+    """Return what `find_all` does, and no probe for an empty list, which that refuses."""
     return pack.find_all(concepts) if not isinstance(concepts, Sequence) or len(concepts) else []
 
 
 def _watched(pack: ProbePack, config: CascadeConfig, exclude: Wanted) -> Mask | None:
     depth = {probe: n for concept, n in config.depth.items() for probe in pack.find_all(concept)}
-    return watched_probes(pack.tree, _found(pack, config.include), _found(pack, exclude), depth)
+    return watched_probes(pack.tree, found(pack, config.include), found(pack, exclude), depth)
 
 
 def _thresholds(

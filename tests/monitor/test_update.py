@@ -88,6 +88,7 @@ def test_changes_are_those_of_a_replay(folder, arena):  # noqa: F811
         events = [(event.concept, event.column, event.score) for event in run.events]
     result = run.result(out)
     assert numbers == [1, 2, 3] and result.watches == ((0, 0, 0), (0, 8, 1), (0, 11, 2), (0, 15, 3))
+    assert result.before(9).watches == ((0, 0, 0), (0, 8, 1))
     assert [one.exclude for one in run.watches[1:]] == [("c3", "c26"), ("c2",), ()]
     hidden = states_of(model, out)[0]
     scores, expected = replayed(manager, hidden, n_prompt, [(0, 0), (8, 1), (11, 2), (15, 3)])
@@ -105,7 +106,10 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
     bad = {
         "keep_top_k: 5": ("keep_top_k: 6", r"line \d+: cascade: cascade cannot change while it runs"),
         "concepts: [c9]": ("concepts: [c99]", "has no concept 'c99'"),
-        "always_on: [c11]": ("exclude: [c9]", "c9 has a rule or is always_on, and include, exclude or depth leave it"),
+        "always_on: [c11]": (
+            "exclude: [c9]",
+            r"line 11: exclude: c9 has a rule or is always_on, and include, exclude or depth leave it",
+        ),
         "on_blind: pass": ("on_blid: pass", "unknown, did you mean"),
     }
     model, manager = make_model(), DynamicProbeManager.from_deployment(written(folder, base))
@@ -132,6 +136,20 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
     above = {(event.concept, event.above) for event in run.events}
     assert ("c9", 0.1) in above and ("c2", 0.3) in above
     assert yaml.safe_load(better)["exclude"] == list(run.watches[1].exclude)
+
+
+def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):  # noqa: F811
+    model, manager = make_model(), DynamicProbeManager(folder / "pack")
+    few = {**GREEDY, "max_new_tokens": 4, "return_dict_in_generate": True}
+    with manager.attach(model) as run:
+        first = model.generate(PROMPT, **few)
+        run.update(exclude=["c0"])
+        more = torch.cat([first.sequences, PROMPT[:, 1:]], dim=1)
+        out = model.generate(more, past_key_values=first.past_key_values, **few)
+    result = run.result(out)
+    begin = first.sequences.shape[1] - 1  # the last token of a turn is run in the next one
+    assert result.watches == ((0, 0, 0), (0, begin, 1))
+    assert ((result.coverage.excluded > 0) == (result.position >= begin))[result.coverage.seen].all()
 
 
 def test_another_thread_changes_whole_states_alone(folder):  # noqa: F811

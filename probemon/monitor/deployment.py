@@ -28,7 +28,7 @@ from probemon.core.yaml_text import YamlText, read_yaml
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
-from probemon.monitor.rules import Event, Rule, make_rules
+from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
@@ -128,7 +128,7 @@ class Deployment:
                     above=rule.get("above"),
                     for_tokens=int(rule.get("for_tokens", 1)),
                     aggregate=rule.get("aggregate"),
-                    action=_record if rule["action"] == "record" else rule["action"],
+                    action=rule["action"],
                     on_blind=rule["on_blind"],
                 )
         return made
@@ -199,10 +199,6 @@ class Deployment:
             raise
         except (ProbemonError, OSError) as error:
             raise self._error(steps, str(error)) from error
-
-
-def _record(event: Event) -> None:
-    """Do nothing: what is met is in `run.events`."""
 
 
 def _checked(raw: str, file: Path) -> YamlText:

@@ -1,6 +1,6 @@
 """Publisher: where the scores of a run go: its recordings, rules, listeners and sinks.
 
-publisher = Publisher(pack, watches, failures, recordings, reads, keep_tokens=None)      # recordings(): of the run
+publisher = Publisher(pack, watches, failures, followers, recordings, reads, keep_tokens=None)  # recordings(): a run's
 publisher.add_sink(JsonLinesSink("scores.jsonl"), max_batches=1024)
 publisher.publish(watch, generation, recording, placed, scores)          # in the thread that generates
 publisher.close()
@@ -22,6 +22,7 @@ from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT, Failures
+from probemon.monitor.followers import Followers
 from probemon.monitor.rules import PASS, Event, Rule, check_beams
 from probemon.monitor.sinks import Sink
 from probemon.monitor.watches import Watch, Watches
@@ -48,12 +49,13 @@ class Publisher:
         pack: AnyPack,
         watches: Watches,
         failures: Failures,
+        followers: Followers,
         recordings: Callable[[], list[Recording]],
         reads: Callable[[Recording, int, int], MemoryReads | None],
         keep_tokens: int | None,
     ) -> None:
         self.listeners: list[Listener] = []
-        self._watches = watches
+        self._watches, self._followers = watches, followers
         self._pack, self._failures, self._recordings, self._keep_tokens = pack, failures, recordings, keep_tokens
         self._reads = reads
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
@@ -119,6 +121,7 @@ class Publisher:
                     self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
                 if watch.rules:
                     generation.run_actions(self._ask_rules, watch, generation, placed, scores, reads)
+        self._followers.scored(placed, scores)
         for listener in self.listeners:
             self._failures.call("a listener", listener, placed, scores, reads)
         if self._deliveries:
@@ -202,6 +205,7 @@ class Publisher:
     def _act(self, action: str | Callable[[Event], object], event: Event, generation: Generation) -> None:
         """Do what a rule asks for."""
         self.events.append(event)
+        self._followers.event(event, action if isinstance(action, str) else "call")
         if callable(action):
             self._failures.call("an action", action, event)
             if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too

@@ -23,7 +23,7 @@ from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
 
-ACTIONS = ("stop", "raise")
+ACTIONS = ("record", "stop", "raise")
 PASS = "pass"
 
 
@@ -129,10 +129,13 @@ def make_rules(
     for_tokens = check_count("for_tokens", for_tokens, least=1, remedy="it counts tokens in a row, so give 1 or more")
     if action not in ACTIONS and not callable(action):
         raise ConfigError(
-            f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)"
+            f"action is {action!r}: give 'record', 'stop', 'raise' or a callable that takes the event (run.hold wraps"
+            " a streamer)"
         )
     if on_blind not in (PASS, *ACTIONS) and not callable(on_blind):
-        raise ConfigError(f"on_blind is {on_blind!r}: give 'pass', 'stop', 'raise' or a callable that takes the event")
+        raise ConfigError(
+            f"on_blind is {on_blind!r}: give 'pass', 'record', 'stop', 'raise' or a callable that takes the event"
+        )
     is_own = above is None and str(aggregator) == "each"
     return [
         Rule(probe, float(level), for_tokens, bound, action, _set_of(pack, probe) if is_own else None, on_blind)

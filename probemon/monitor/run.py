@@ -38,6 +38,7 @@ from probemon.monitor.delivery import Delivery
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
+from probemon.monitor.followers import Follower, Followers
 from probemon.monitor.health import Health, run_health
 from probemon.monitor.publisher import Listener, Publisher
 from probemon.monitor.result import Result, find_result
@@ -127,11 +128,13 @@ class MonitorRun:
         self.routing: Any = None  # the companion: what else is recorded of the same forwards
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
         self._failures = Failures()
+        self._followers = Followers(self._failures)
         self._watches = Watches(manager)
         self._publisher = Publisher(
             manager.pack,
             self._watches,
             self._failures,
+            self._followers,
             lambda: self._watcher.recordings,
             lambda *entries: None if self.routing is None else self.routing.reads(*entries),
             keep_tokens,
@@ -158,6 +161,7 @@ class MonitorRun:
             on_gap=None if on_gap == "raise" else self._keep_gap,
             on_end=on_end,
             acts=lambda: self._publisher.acts,
+            observer=self._followers,
             one_thread=check_bool("one_thread", one_thread),
         )
         self._stack = ExitStack()
@@ -197,7 +201,8 @@ class MonitorRun:
         `aggregate`: compares a running score instead of each token's own: "mean", "max", "attention", "ema:0.3", ... or
         one of `probemon.core.aggregate`.
         `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
-        ends `generate` with `ConceptRaised`, a callable gets the `Event`.
+        ends `generate` with `ConceptRaised`, a callable gets the `Event`, "record" does no more than put it into
+        `run.events`.
         `on_blind`: the same at a generated token that was not seen, whose scores nobody knows, where the run goes on
         (`attach(..., on_gap=...)`); "pass" does nothing, and a warning at the end says how many there were.
 
@@ -298,6 +303,10 @@ class MonitorRun:
         """Call `listener(placed, scores, reads)`, as `listen` does; `reads`: what memories read, None without any."""
         self._publisher.listeners.append(listener)
 
+    def follow(self, follower: Follower) -> None:
+        """Let `follower` hear of all that happens from now on: scores, events, times, gaps and ends."""
+        self._followers.add(self, follower)
+
     def generating(self, from_column: int) -> AbstractContextManager[HandLoop]:
         """Follow a decode loop of your own as `generate()` is followed: phases, rules, stops, streamers, results.
 
@@ -352,6 +361,11 @@ class MonitorRun:
     def recordings(self) -> list[Recording]:
         """Return the recordings, one for each `generate()` or document of plain forwards, oldest first."""
         return self._watcher.recordings
+
+    @property
+    def n_gaps(self) -> int:
+        """Return how often columns were run that our hooks did not see, reported or raised."""
+        return self._watcher.n_gaps
 
     @property
     def forward_seconds(self) -> deque[float]:
@@ -429,6 +443,7 @@ class MonitorRun:
                 stacklevel=2,
             )
         publisher.close()
+        self._followers.closed(self)
         if self._requests is not None:
             self._requests.close()
         for not_recorded in self.routing.close() if self.routing is not None else ():

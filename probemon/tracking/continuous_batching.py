@@ -1,6 +1,6 @@
 """ContinuousBatches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
-    batches = ContinuousBatches(model, new_recording, check_seen, take_stop)
+    batches = ContinuousBatches(model, new_recording, check_seen, take_stop, observer)
     batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
     for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
         ...
@@ -16,6 +16,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,7 @@ from probemon.host.internals import (
 from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
+from probemon.tracking.observer import Observer
 from probemon.tracking.recording import SHARED, Recording
 
 
@@ -70,8 +72,9 @@ class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
     `new_recording(call, **attributes)` makes a recording in the run. `check_seen(recording, ids, 0, end, generation)`
-    is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `n_calls` of
-    `generate_batch` run. `errors` of forwards: in a thread of transformers' they would only fail the requests.
+    is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `observer` is
+    told which requests end. `n_calls` of `generate_batch` run. `errors` of forwards: in a thread of transformers' they
+    would only fail the requests.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class ContinuousBatches:
         new_recording: Callable[..., Recording],
         check_seen: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
+        observer: Observer,
     ) -> None:
-        self._model, self._new_recording = model, new_recording
+        self._model, self._new_recording, self._observer = model, new_recording, observer
         self._check_seen, self._take_stop = check_seen, take_stop
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
@@ -153,6 +157,7 @@ class ContinuousBatches:
         for generation, ids in self._end_requests(manager(), outputs):
             with suppress(AlignmentError), self.reporting():
                 self._check_seen(generation.recording, ids, 0, ids.shape[1] - 1, generation)
+            self._observer.ended(generation.recording, None)
         return original(outputs)
 
     def _register(self, manager: Any) -> bool:
@@ -252,7 +257,9 @@ class ContinuousBatches:
         """Close requests that ended without an output: cancelled or failed, they are in no queue of the manager."""
         live = self._live[manager]
         for request_id in [name for name in live if has_left_queues(manager, name)]:
-            live.pop(request_id).generation.recording.close()
+            recording = live.pop(request_id).generation.recording
+            recording.close()
+            self._observer.ended(recording, CancelledError("it left its manager without an answer"))
 
     def _request(self, manager: Any, state: Any) -> Request:
         live = self._live[manager]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.scores import Gap
+from probemon.core.scores import PROMPT, Gap
 from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import rehearsal
@@ -38,6 +38,7 @@ from probemon.tracking.continuous_batching import ContinuousBatches
 from probemon.tracking.forward_call import read_forward
 from probemon.tracking.generation import FOLLOWING, ORDER, Generation, PendingTokens, States, ThreadState
 from probemon.tracking.hook_faults import HookFaults, find_faults
+from probemon.tracking.observer import ForwardTime, Observer
 from probemon.tracking.plain_forwards import PlainForwards, refuse_padding
 from probemon.tracking.recording import GAP, Recording
 from probemon.tracking.run_recordings import RunRecordings
@@ -58,6 +59,7 @@ class DecoderHooks:
     `on_gap`: called with columns that were not seen, which without it are an error.
     `take_stop()`: whether a stop came while nothing ran.
     `acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error.
+    `observer`: is told of forwards and gaps.
     `threads`: whose forwards are watched.
     """
 
@@ -72,9 +74,10 @@ class DecoderHooks:
         on_gap: Callable[[Gap], None] | None = None,
         take_stop: Callable[[], bool] = lambda: False,
         acts: Callable[[], bool] = lambda: False,
+        observer: Observer,
         threads: WatchedThreads,
     ) -> None:
-        self.model, self.scores, self.open, self._threads = model, scores, False, threads
+        self.model, self.scores, self.open, self._threads, self._observer = model, scores, False, threads, observer
         self.recordings = RunRecordings(model, n_probes)
         self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
         self.decoder, _ = find_layers(model)
@@ -88,7 +91,7 @@ class DecoderHooks:
         self._bracket = Bracket(self._before_forward, self._after_forward, self._forward_failed)
         self._width, self._in_parts = hidden_size(model), False
         self.thread = ThreadState()
-        self.batches = ContinuousBatches(model, self.recordings.new, self.check_seen, take_stop)
+        self.batches = ContinuousBatches(model, self.recordings.new, self.check_seen, take_stop, observer)
         self._attached_at = 0
         self.called = False  # whether this very model ran, or its generate()
         self.n_gaps = 0  # how often forwards were found that the taps had not seen, reported or raised
@@ -168,9 +171,11 @@ class DecoderHooks:
     def _report_unseen(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
         """Report a `Gap` of columns `first` to `last`, or raise where that was not asked for, or is not possible."""
         self.n_gaps += 1
+        gap = Gap(recording.number, first, last, reason)
+        self._observer.gap(gap)
         if self._on_gap is None or not possible:
             raise AlignmentError(reason)
-        self._on_gap(Gap(recording.number, first, last, reason))
+        self._on_gap(gap)
 
     # -- one forward -----------------------------------------------------------------------------
 
@@ -197,7 +202,11 @@ class DecoderHooks:
             early_states = {}
         elif not self._open_forward(given, generation):
             return
-        thread.seconds = time.perf_counter() - begin
+        n_tokens = [0, 0]
+        for pending in thread.pending:
+            n_tokens[pending.placed.phase != PROMPT] += len(pending.placed)
+        thread.n_tokens = n_tokens
+        thread.seconds, thread.began = time.perf_counter() - begin, begin
         for site, states in early_states.items():
             self._take_states(site, states)
         if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
@@ -412,9 +421,11 @@ class DecoderHooks:
         begin = time.perf_counter()
         self.close_forward()
         self.wait_for_step()
-        thread.seconds += time.perf_counter() - begin
+        now = time.perf_counter()
+        thread.seconds += now - begin
         cache = getattr(output, "past_key_values", None)
         if cache is not None and thread.open_recording is not None:
             self.recordings.remember_cache(cache, thread.open_recording)
         thread.open_recording, thread.shape = None, ()
         self.seconds.append(thread.seconds)
+        self._observer.forward(ForwardTime(thread.seconds, now - thread.began, *thread.n_tokens))

@@ -320,7 +320,8 @@ class ThreadState(threading.local):
         self.seen_sites: set[str] = set()  # sites that the open forward has run through
         self.inside = False  # whether a forward of the decoder is open, watched or not
         self.step: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
-        self.seconds = 0.0
+        self.seconds, self.began = 0.0, 0.0  # of the open forward: spent in our hooks, and when it began
+        self.n_tokens = [0, 0]  # that it runs: of prompts, generated ones
 
     def reset_forward(self) -> States:
         """Forget the forward that was open; the states of sites that ran before the one that opens now."""

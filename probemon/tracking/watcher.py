@@ -41,6 +41,7 @@ from probemon.tracking.generation import FOLLOWING, ORDER, FollowedCriteria, Gen
 from probemon.tracking.hand_loop import HandLoop, generate_around
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.hook_faults import HookFaults
+from probemon.tracking.observer import Observer
 from probemon.tracking.recording import Recording
 from probemon.tracking.watched_threads import WatchedThreads
 
@@ -52,7 +53,8 @@ _ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one num
 class Watcher:
     """Resolves everything when made, attaches in `with`, and leaves nothing behind.
 
-    `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`, `on_end` is called with its recording.
+    `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`, `on_end` is called with the recording of
+    what returned. `observer` is told of forwards, gaps and ends.
     `one_thread`: watch only what the thread generates that enters.
     Raises `NotSupportedHost`, `ConfigError`.
     """
@@ -68,10 +70,11 @@ class Watcher:
         on_gap: Callable[[Gap], None] | None = None,
         on_end: Callable[[Recording], None] | None = None,
         acts: Callable[[], bool] = lambda: False,
+        observer: Observer | None = None,
         one_thread: bool = False,
     ) -> None:
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
-        self._threads = WatchedThreads(one_thread)
+        self._threads, self._observer = WatchedThreads(one_thread), observer or Observer()
         scores = self.ranks is None or self.ranks.scores
         self._hooks = DecoderHooks(
             model,
@@ -82,6 +85,7 @@ class Watcher:
             on_gap=on_gap,
             take_stop=self._take_stop,
             acts=acts,
+            observer=self._observer,
             threads=self._threads,
         )
         self._running: list[Generation] = []
@@ -221,6 +225,7 @@ class Watcher:
                 recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation
             )
         self._keep_output(recording, sequences)
+        self._observer.ended(recording, None)
         return out
 
     @contextmanager
@@ -257,6 +262,7 @@ class Watcher:
                 self._hooks.check_seen(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
         if loop.ids is not None:
             self._keep_output(generation.recording, loop.ids)
+        self._observer.ended(generation.recording, None)
 
     def _ways_beside(self) -> frozenset[str]:
         """Return the way of generating beside others, where there are others, or may be in threads not watched here."""
@@ -273,10 +279,11 @@ class Watcher:
             generation.stop_all_rows()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._hooks.wait_for_step(report=False)  # a forward that failed shows nothing
             for failed in generation.on_failure:
                 failed()
+            self._observer.ended(generation.recording, error)
             raise
         finally:
             try:

@@ -1,0 +1,113 @@
+"""Followers: everything that a run does, told in order, in the thread that generates; what they raise ends nothing."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from blinded import Blinded
+from conftest import PAD
+from probemon import DynamicProbeManager
+from probemon.core.scores import PROMPT
+from probemon.errors import AlignmentError, ConceptRaised
+from probemon.monitor.followers import Follower
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+PROMPTS = torch.tensor([[PAD, PAD, 5, 6, 7], [8, 9, 10, 11, 12]])
+MASK = (PROMPTS != PAD).long()
+
+
+class Diary(Follower):
+    """Writes down what it hears, and in which thread."""
+
+    def __init__(self):
+        self.heard, self.threads = [], set()
+
+    def note(self, *what):
+        self.heard.append(what)
+        self.threads.add(threading.get_ident())
+
+    def began(self, run):
+        self.note("began", run)
+
+    def scored(self, placed, scores):
+        self.note("scored", placed.phase, len(scores))
+
+    def event(self, event, action):
+        self.note("event", event, action)
+
+    def forward(self, time):
+        self.note("forward", time)
+
+    def gap(self, gap):
+        self.note("gap", gap)
+
+    def ended(self, recording, error):
+        self.note("ended", recording, error)
+
+    def closed(self, run):
+        self.note("closed", run)
+
+    def of(self, kind):
+        return [what[1:] for what in self.heard if what[0] == kind]
+
+
+def test_all_that_a_run_does_is_told_in_order(model, pack):
+    diary = Diary()
+    with DynamicProbeManager(pack).attach(model) as run:
+        run.on("c1", above=0.0, action="record")
+        run.follow(diary)
+        out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+        again = model.generate(PROMPTS[1:], **GREEDY)
+    kinds = [what[0] for what in diary.heard]
+    assert kinds[0] == "began" and kinds[-1] == "closed" and diary.threads == {threading.get_ident()}
+    result = run.result(out)
+    # The last token of a row is sampled and never run; the first forward runs the prompts, each later one a column.
+    assert sum(n for _, n in diary.of("scored")) == int(result.coverage.seen.sum()) + 5 + 5
+    assert sum(n for phase, n in diary.of("scored") if phase == PROMPT) == int(MASK.sum()) + 5
+    times = [time for (time,) in diary.of("forward")]
+    assert [time[2:] for time in times] == [(8, 0), *[(0, 2)] * 5, (5, 0), *[(0, 1)] * 5]
+    assert [time.inside for time in times] == list(run.forward_seconds)
+    assert all(0 < time.inside < time.whole for time in times)
+    assert [event for event, _ in diary.of("event")] == list(run.events)
+    assert {action for _, action in diary.of("event")} == {"record"}
+    assert [(one.number, error) for one, error in diary.of("ended")] == [(0, None), (1, None)]
+    assert diary.of("ended")[1][0].output is again  # it is told once the output is known
+    assert diary.of("gap") == []
+
+
+def test_an_end_by_an_error_is_told_with_it(model, pack):
+    diary = Diary()
+    with DynamicProbeManager(pack).attach(model) as run, pytest.raises(ConceptRaised):
+        run.follow(diary)
+        run.on("c1", above=0.0, action="raise")
+        model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    [(_, error)] = diary.of("ended")
+    assert isinstance(error, ConceptRaised) and diary.of("event")[0][1] == "raise"
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_gaps_are_told_whether_they_are_reported_or_raised(model, pack, reported):
+    diary, gaps = Diary(), []
+    with DynamicProbeManager(pack).attach(model, on_gap=gaps.append if reported else "raise") as run:
+        run.follow(diary)
+        with Blinded(model, lost={2, 4}), nullcontext() if reported else pytest.raises(AlignmentError):
+            model.generate(PROMPTS[1:], **GREEDY)
+    told = [gap for (gap,) in diary.of("gap")]
+    assert [(gap.first, gap.last) for gap in told] == ([(6, 6), (8, 8)] if reported else [(6, 6)])
+    assert run.n_gaps == len(told) and gaps == (told if reported else [])
+
+
+def test_what_a_follower_raises_ends_no_generation(model, pack):
+    class Broken(Follower):
+        def scored(self, placed, scores):
+            raise ValueError("broken")
+
+    expected = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    diary = Diary()
+    with DynamicProbeManager(pack).attach(model, callback_errors="report") as run:
+        run.follow(Broken())
+        run.follow(diary)
+        out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    assert torch.equal(out, expected) and run.n_failures == len(diary.of("scored")) == 6

@@ -6,7 +6,7 @@ plan = CascadePlan.of(tree, score_rule, config, thresholds, always_on)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +24,8 @@ from probemon.errors import ConfigError
 class CascadePlan:
     """What does not change from step to step. `always [P]`: active at every state; `exempt [P]`: never retained.
 
-    `watched [P]`: the probes that may be active, None for all; nothing in `tree` opens into the others.
+    `watched [P]`: the probes that may be active, None for all; nothing in `tree` opens into the others. `named [P]`:
+    those that are always on by name, with what their scores need. `n_shed`: of those not watched, left out for a while.
     """
 
     tree: ConceptTree
@@ -33,7 +34,9 @@ class CascadePlan:
     expand_threshold: Floats
     always: npt.NDArray[np.bool_]
     exempt: npt.NDArray[np.bool_]
+    named: npt.NDArray[np.bool_]
     watched: Mask | None = None
+    n_shed: int = 0
 
     @cached_property
     def start(self) -> Ints:
@@ -42,8 +45,20 @@ class CascadePlan:
 
     @cached_property
     def n_excluded(self) -> int:
-        """How many probes are not watched."""
-        return 0 if self.watched is None else int(np.count_nonzero(~self.watched))
+        """How many probes are not watched, and not for a while only."""
+        return 0 if self.watched is None else int(np.count_nonzero(~self.watched)) - self.n_shed
+
+    def narrowed(self, keep: Mask) -> CascadePlan:
+        """Return a plan that for a while sheds all but `keep [P]`, which has to hold what the scores of these need."""
+        watched = keep if self.watched is None else keep & self.watched
+        return replace(
+            self,
+            tree=without(self.tree, watched),
+            always=self.always & watched,
+            exempt=self.exempt & watched,
+            watched=watched,
+            n_shed=int(np.count_nonzero(~watched)) - self.n_excluded,
+        )
 
     def with_floor(self, floor: float) -> CascadePlan:
         """Return a plan that under the path rule also finds every score above `floor`: scores never rise downward."""
@@ -58,7 +73,7 @@ class CascadePlan:
         score_rule: str,
         config: CascadeConfig,
         expand_threshold: Floats,
-        always_on: Iterable[int],
+        always_on: Sequence[int],
         watched: Mask | None = None,
     ) -> CascadePlan:
         """Check that the settings fit the hierarchy, of which all is watched, or this part `[P]`: see
@@ -69,6 +84,10 @@ class CascadePlan:
         if missing:
             raise ConfigError(f"base_layers names level {missing[0]}, the pack has levels {sorted(present)}")
         path_rule = score_rule == "path"
+        named = np.zeros(tree.n, dtype=bool)
+        named[list(always_on)] = True
+        if path_rule:
+            named = tree.close(named[None])[0]
         exempt, always = starting_probes(tree, path_rule, config.base_layers, always_on, watched)
         tree = tree if watched is None else without(tree, watched)
         if not always.any():
@@ -79,7 +98,7 @@ class CascadePlan:
                 f"base and always_on probes (with ancestors) are {int(always.sum())}, max_loaded_probes is "
                 f"{config.max_loaded_probes}: raise it, or choose fewer base_layers"
             )
-        return cls(tree, path_rule, config, expand_threshold, always, exempt, watched)
+        return cls(tree, path_rule, config, expand_threshold, always, exempt, named, watched)
 
 
 def starting_probes(

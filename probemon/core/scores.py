@@ -19,7 +19,8 @@ from probemon.errors import ConfigError
 PHASES = ("prompt", "generated")
 PROMPT, GENERATED = 0, 1
 Floats = npt.NDArray[np.float32]
-COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late", "excluded")  # one number a state
+# one number a state
+COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late", "excluded", "shed")
 AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # the same, 0 for a state that was not audited
 _EACH = (*COUNTS, *AUDITED, "far")
 UNLIKE, FEWEST = 0.05, 3  # the share of far tokens, and their number, from which a text is said to be unlike
@@ -31,7 +32,7 @@ class Coverage:
 
     `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
     retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`);
-    `excluded`, those of the not reached that nobody wants watched.
+    `excluded`, those of the not reached that nobody wants watched; `shed`, those of them left out to hold a budget.
     Where `audited` is 1 every probe was evaluated too: `firing` of all fire and `firing_missed` of these were not
     active, nor were `top_missed` of the best 10 (see `probemon.engine.audit`). `far` is 1 where the state is unlike
     those that the pack was calibrated on, and 0 everywhere where the pack does not say what those were. `unseen` is ""
@@ -46,6 +47,7 @@ class Coverage:
     released: npt.NDArray[np.int64]
     late: npt.NDArray[np.int64]
     excluded: npt.NDArray[np.int64]
+    shed: npt.NDArray[np.int64]
     unseen: tuple[str, ...]
     audited: npt.NDArray[np.int64]
     top_missed: npt.NDArray[np.int64]

@@ -67,7 +67,7 @@ class Audit:
         at = coverage.audited > 0
         firing, missed = coverage.firing[at], coverage.firing_missed[at]
         fires = firing > 0
-        k = np.clip(coverage.n_probes - coverage.excluded[at], 1, TOP)
+        k = np.clip(coverage.n_probes - coverage.excluded[at] - coverage.shed[at], 1, TOP)
         return cls(
             coverage.n_probes,
             int(at.sum()),

@@ -40,28 +40,41 @@ _AND = "+"  # between the strategies of packs
 
 @dataclass(frozen=True)
 class JointPlan:
-    """Holds a plan for every pack of a group. `always [P]`: active at every state, in the numbers of the group;
-    `watched [P]`: what may be active, None for all.
+    """Holds a plan for every pack of a group. `always`, `named`, `watched` `[P]`, `n_excluded`, `n_shed`: those of the
+    plans, in the numbers of the group.
     """
 
+    group: PackGroup
     plans: tuple[CascadePlan, ...]
     always: Mask
+    named: Mask
     watched: Mask | None
 
     @classmethod
     def of(cls, group: PackGroup, plans: Sequence[CascadePlan]) -> JointPlan:
         """Join the packs' own plans, given in their order."""
-        always, watched = np.zeros(group.n_probes, dtype=bool), np.ones(group.n_probes, dtype=bool)
+        always, named, watched = np.zeros((3, group.n_probes), dtype=bool)
+        watched[:] = True
         for number, plan in zip(group.numbers, plans, strict=True):
-            always[number] = plan.always
+            always[number], named[number] = plan.always, plan.named
             if plan.watched is not None:
                 watched[number] = plan.watched
-        return cls(tuple(plans), always, None if watched.all() else watched)
+        return cls(group, tuple(plans), always, named, None if watched.all() else watched)
 
     @property
     def n_excluded(self) -> int:
-        """How many probes are not watched."""
+        """How many probes are not watched, and not for a while only."""
         return sum(plan.n_excluded for plan in self.plans)
+
+    @property
+    def n_shed(self) -> int:
+        """How many probes are left out for a while."""
+        return sum(plan.n_shed for plan in self.plans)
+
+    def narrowed(self, keep: Mask) -> JointPlan:
+        """Give every pack `CascadePlan.narrowed`, of `keep [P]` in the numbers of the group."""
+        parts = zip(self.group.numbers, self.plans, strict=True)
+        return JointPlan.of(self.group, [plan.narrowed(keep[number]) for number, plan in parts])
 
     def with_floor(self, floor: float) -> JointPlan:
         """Give every pack `CascadePlan.with_floor`."""

@@ -296,6 +296,7 @@ class Scorer:
             released=outcome.n_released,
             late=outcome.n_late,
             excluded=np.where(outcome.unseen == SEEN, plan.n_excluded, 0),
+            shed=np.where(outcome.unseen == SEEN, plan.n_shed, 0),
             unseen=unseen,
             far=np.zeros(n, dtype=np.int64) if far is None else np.where(outcome.unseen == SEEN, far.cpu().numpy(), 0),
             **(audited or dict.fromkeys(AUDITED, np.zeros(n, dtype=np.int64))),

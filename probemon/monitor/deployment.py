@@ -29,6 +29,8 @@ from probemon.core.yaml_text import YamlText, read_yaml
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
+from probemon.monitor.breaker import Breaker
+from probemon.monitor.budget import Budget
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.packs.group import AnyPack, PackGroup
@@ -146,6 +148,16 @@ class Deployment:
             if len(probes) > MOST_NAMED:
                 raise ConfigError(f"{len(probes)} concepts, each a series of its own: name at most {MOST_NAMED}")
         return {**stated, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
+
+    @property
+    def budget(self) -> Budget | None:
+        """Return what a step may take, None where the file does not say."""
+        return Budget(**self.content["budget"]) if "budget" in self.content else None
+
+    @property
+    def breaker(self) -> Breaker | None:
+        """Return when errors of scoring pause it, None where they end a generation."""
+        return Breaker(**self.content["breaker"]) if "breaker" in self.content else None
 
     def check_host(self, pack: AnyPack, model: Any) -> None:
         """Raise `HostMismatch` where a model is not the one that is stated: by its fingerprint, else by its packs'."""

@@ -18,6 +18,7 @@ from probemon.core.checks import check_choice
 from probemon.monitor.delivery import SinkStats
 from probemon.monitor.failures import Failures
 from probemon.monitor.publisher import Publisher
+from probemon.monitor.rungs import LEFT_OUT
 from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.watcher import Watcher
 
@@ -135,7 +136,8 @@ def _gaps(n_gaps: int, n_tokens: int) -> Check:
 def _tokens(watcher: Watcher, tokens: Counter[str], not_numbers: Collection[str], ended: bool) -> Check:
     name, n_tokens, n_forwards = "tokens", tokens.total(), len(watcher.forward_seconds)
     if n_tokens:
-        unseen = {reason: n for reason, n in tokens.items() if reason and reason not in not_numbers}
+        told_elsewhere = {"", *not_numbers, *LEFT_OUT.values()}
+        unseen = {reason: n for reason, n in tokens.items() if reason not in told_elsewhere}
         n_unseen = sum(unseen.values())
         if not n_unseen:
             return Check(name, OK, f"{n_tokens:,} tokens were read")

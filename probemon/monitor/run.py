@@ -33,6 +33,8 @@ from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
 from probemon.host.site import Site
+from probemon.monitor.breaker import Breaker, Circuit
+from probemon.monitor.budget import Budget, Ladder
 from probemon.monitor.change import Change
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.deployment import Deployment
@@ -89,6 +91,8 @@ class MonitorRun:
     `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of its
     own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is refused.
     `deployment`: the file whose rules and sinks hold from where the block begins, on the host that it names.
+    `budget`: how much of a step watching may take; what is over it is left out, which coverage and the result say.
+    `breaker`: errors of scoring make tokens unseen and, when there are many, pause it, instead of ending a generation.
     `drift`: compares the requests of this run, and of others, with those of a reference (`run.health()` has a check).
     `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
 
@@ -108,6 +112,8 @@ class MonitorRun:
         one_thread: bool = False,
         companion: Callable[[Any, Guard], Companion] | None = None,
         deployment: Deployment | None = None,
+        budget: Budget | None = None,
+        breaker: Breaker | None = None,
         drift: DriftMonitor | None = None,
     ) -> None:
         if on_gap != "raise" and not callable(on_gap):
@@ -122,6 +128,7 @@ class MonitorRun:
         check_host(manager.pack, model, strict=check_bool("strict", strict))
         if deployment is not None:
             deployment.check_host(manager.pack, model)
+            budget, breaker = budget or deployment.budget, breaker or deployment.breaker
         self.deployment = deployment
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
         self.gaps: deque[Gap] = deque(maxlen=MAX_KEPT)
@@ -141,9 +148,14 @@ class MonitorRun:
         )
         self._requests = None if drift is None else drift.requests(model, tokenizer, self._failures.call)
         publish = self._publisher.publish
-        self._scorer = TokenScorer(
-            manager, self._watches, publish if self._requests is None else self._requests.after(publish)
-        )
+        if self._requests is not None:
+            publish = self._requests.after(publish)
+        self.breaker = None if breaker is None else Circuit(breaker)
+        self.budget = None if budget is None else Ladder(budget, self._watches)
+        if self.budget is not None:
+            self.follow(self.budget)
+            publish = self.budget.counting(publish)
+        self._scorer = TokenScorer(manager, self._watches, self._failures, publish, self.breaker)
         sites: list[str | Site] = list(manager.pack.sites)
         score: ScoreTokens = self._scorer.score_tokens
         if self._requests is not None:
@@ -395,7 +407,8 @@ class MonitorRun:
             not_numbers=self.manager.not_numbers,
             host_changed=any(recording.host_changed for recording in list(self.recordings)),
         )
-        return health if self._requests is None else health.with_checks([self._requests.drift.check()])
+        parts = (self.budget, self.breaker, None if self._requests is None else self._requests.drift)
+        return health.with_checks(part.check() for part in parts if part is not None)
 
     def result(self, out: Any, *, generation: int | None = None) -> Result:
         """Return the scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).

@@ -4,6 +4,7 @@ watches = Watches(manager)
 watch = watches.now                      # taken once for a batch of tokens: its plan scores them, its rules judge them
 watches.change(rules=rules, exclude=["plant"], count=True)
 watches.past[watch.number]               # what it was, without the plan
+watches.shed_to(3)                       # for a while only what is named is scored, to hold a budget
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Plan, Scorer
 from probemon.monitor.rules import Rule
+from probemon.monitor.rungs import ALL, narrowed, rungs_of
 from probemon.packs.configured import found
 
 Concepts = tuple[str, ...]
@@ -26,24 +28,27 @@ Concepts = tuple[str, ...]
 @dataclass(frozen=True)
 class Watched:
     """What held from some token on: `rules`, the ids of the concepts that are `always_on` and that are excluded (None:
-    as the manager's settings say), and the sha256 of the `deployment` file that says so, if one does.
+    as the manager's settings say), and the sha256 of the `deployment` file that says so, if one does. `rung`: of
+    `probemon.monitor.rungs`, what was left out of it to hold a budget.
     """
 
     rules: tuple[Rule, ...] = ()
     always_on: Concepts | None = None
     exclude: Concepts | None = None
     deployment: str | None = None
+    rung: int = ALL
 
 
 @dataclass(frozen=True)
 class Watch:
-    """One state of what is watched: the `number` of changes before it; its `plan`; its rules, each with a number of its
-    own in the run, by which its streaks and running scores are found again after a change.
+    """One state of what is watched: its `number` in the run; its `plan`; its rules, each with a number of its own in
+    the run, by which its streaks and running scores are found again after a change; the `rung` that it is on.
     """
 
     number: int
     plan: Plan
     rules: tuple[tuple[int, Rule], ...]
+    rung: int = ALL
 
 
 class Watches:
@@ -51,7 +56,10 @@ class Watches:
 
     def __init__(self, manager: Scorer) -> None:
         self._manager = manager
-        self.now = Watch(0, manager.plan, ())
+        self.now = self._whole = Watch(0, manager.plan, ())
+        self._on_rungs: dict[int, Watch] = {}
+        self._rungs: tuple[int, ...] | None = None
+        self._rung = ALL
         self.past = [Watched()]
         self._own: tuple[Rule, ...] = ()
         self._of_file: tuple[Rule, ...] = ()
@@ -62,6 +70,20 @@ class Watches:
     def rules(self) -> list[Rule]:
         """Return the rules that hold: those of a deployment file, then the run's own."""
         return [rule for _, rule in self.now.rules]
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Return the rungs of `probemon.monitor.rungs` that leave something out of what holds now, mildest first."""
+        if self._rungs is None:
+            audited, ruled = self._manager.audit_rate > 0, bool(self._whole.rules)
+            self._rungs = rungs_of(self._whole.plan, self._manager.pack, audited=audited, ruled=ruled)
+        return self._rungs
+
+    def shed_to(self, rung: int) -> None:
+        """Leave out what `rung` does, as far as what is watched allows, for the tokens from now on."""
+        with self._lock:
+            self._rung = rung
+            self.now = self._on_rung()
 
     def add(self, rules: Sequence[Rule]) -> None:
         """Add rules before there are tokens to judge."""
@@ -84,7 +106,7 @@ class Watches:
         `ArenaFull`, and changes nothing then.
         """
         with self._lock:
-            before, said = self.now, self.past[-1]
+            before, said = self._whole, self.past[self._whole.number]
             own = self._own if rules is None else tuple(rules)
             filed = self._of_file if of_file is None else tuple(of_file)
             said = Watched(
@@ -101,29 +123,43 @@ class Watches:
                 self._manager.arena.pin(np.flatnonzero(plan.always))
                 self._manager.arena.unpin(np.flatnonzero(before.plan.always))
             self._own, self._of_file = own, filed
-            self.now = Watch(before.number + count, plan, self._numbered(said.rules))
             if count:
                 self.past.append(said)
             else:
-                self.past[-1] = said
-            return self.now.number
+                self.past[before.number] = said
+            number = len(self.past) - 1 if count else before.number
+            self._whole = Watch(number, plan, self._numbered(said.rules))
+            self._on_rungs, self._rungs = {}, None
+            self.now = self._on_rung()
+            return number
 
     def pin(self, stack: ExitStack) -> None:
         """Keep the weights of what is always evaluated on the device until `stack` closes."""
-        self._manager.arena.pin(np.flatnonzero(self.now.plan.always))
+        self._manager.arena.pin(np.flatnonzero(self._whole.plan.always))
         self._pinned = True
         stack.callback(self._unpin)
 
+    def _on_rung(self) -> Watch:
+        """Return what holds on the rung that is asked for, or the lowest one under it that there is."""
+        rung = max((one for one in self.rungs if one <= self._rung), default=ALL)
+        if rung == ALL:
+            return self._whole
+        if rung not in self._on_rungs:
+            plan = narrowed(self._whole.plan, self._manager.pack, rung)
+            self.past.append(replace(self.past[self._whole.number], rung=rung))
+            self._on_rungs[rung] = Watch(len(self.past) - 1, plan, self._whole.rules, rung)
+        return self._on_rungs[rung]
+
     def _unpin(self) -> None:
         self._pinned = False
-        self._manager.arena.unpin(np.flatnonzero(self.now.plan.always))
+        self._manager.arena.unpin(np.flatnonzero(self._whole.plan.always))
 
     def _ids(self, concepts: Wanted) -> Concepts:
         pack = self._manager.pack
         return tuple(pack.concepts[probe]["id"] for probe in found(pack, concepts))
 
     def _numbered(self, rules: Sequence[Rule]) -> tuple[tuple[int, Rule], ...]:
-        known, numbered = list(self.now.rules), []
+        known, numbered = list(self._whole.rules), []
         for rule in rules:
             same = next((one for one in known if one[1] == rule), None)
             if same is None:

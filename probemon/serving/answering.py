@@ -166,9 +166,7 @@ class Answering(StoppingCriteria):
 
     def _own(self, rule: Rule) -> Rule:
         """Return a rule of the deployment that acts on this answer."""
-        action = (
-            rule.action if rule.action == "raise" else partial(self._met, "tell" if callable(rule.action) else "stop")
-        )
+        action = "raise" if rule.action == "raise" else partial(self._met, "stop" if rule.action == "stop" else "tell")
         on_blind = partial(self._met, "stop") if rule.on_blind == "stop" else rule.on_blind
         return replace(rule, action=action, on_blind=on_blind)
 

@@ -264,8 +264,8 @@ MUTATIONS = [
     ),
     (
         "monitor/token_scorer.py",
-        "        recording.retain(prompt_rows, retained)\n",
-        "",
+        "prompt_rows, retained)",
+        "prompt_rows, np.zeros_like(retained))",
         "the prompt hands nothing to the generation",
     ),
     (
@@ -276,8 +276,8 @@ MUTATIONS = [
     ),
     (
         "monitor/token_scorer.py",
-        "                recording.retain(rows, retained)\n",
-        "",
+        "_Scored(scores, placed.rows, retained)",
+        "_Scored(scores, placed.rows, np.zeros_like(retained))",
         "retained sets are not carried",
     ),
     ("host/compiled.py", "written[0].add_(1)", "pass", "what a graph wrote is not counted"),

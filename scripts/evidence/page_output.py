@@ -46,6 +46,7 @@ NAMES = (
     "rules",
     "deployment",
     "drift",
+    "budget",
     "decode-loop",
     "hidden-states",
     "several-packs",

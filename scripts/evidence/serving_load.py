@@ -116,7 +116,9 @@ class Server:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def answer(self, n_tokens: int, **probemon: Any) -> dict[str, float]:
-        """Have one streamed answer; seconds a token: of the watched `generate()`, of all else, by the clock."""
+        """Have one streamed answer; seconds a token: of the watched `generate()`, of all else and where that
+        is spent, by the clock.
+        """
         ask = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": n_tokens}
         ask |= {"temperature": 0, "stream": True, "probemon": probemon}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
@@ -131,7 +133,13 @@ class Server:
         generating = thread - between
         return {
             name: seconds / n_tokens
-            for name, seconds in {"generating": generating, "added": process - generating, "wall": wall}.items()
+            for name, seconds in {
+                "generating": generating,
+                "added": process - generating,
+                "added_between_forwards": between,
+                "added_in_other_threads": process - thread,
+                "wall": wall,
+            }.items()
         }
 
     def metric(self, name: str) -> float:

@@ -38,6 +38,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
         released=np.zeros(n, np.int64),
         late=np.zeros(n, np.int64),
         excluded=np.zeros(n, np.int64),
+        shed=np.zeros(n, np.int64),
         unseen=tuple(unseen),
         far=far,
         **dict.fromkeys(AUDITED, np.zeros(n, np.int64)),
@@ -283,7 +284,8 @@ def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
         for name in ("active", "dropped", "not_reached", "evaluated", "far")
     }
     assert about == {
-        "coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0, "excluded": 0} | sums,
+        "coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0, "excluded": 0, "shed": 0}
+        | sums,
         "unseen": unseen,
     }
     assert len(unseen) > 3

@@ -1,0 +1,107 @@
+"""Breaker: errors of scoring end no generation; after some of them scoring pauses, is tried again, and comes back.
+
+    with manager.attach(model, tokenizer, breaker=Breaker(errors=3, within=60.0, retry_after=5.0)) as run:
+        model.generate(**inputs)
+    run.breaker.state                      # "closed": scoring is on; "open": it pauses; "half-open": it is tried
+
+Without a breaker an error in scoring ends the generation. With one the tokens are unseen, and say why; the error is in
+`run.failures`; what follows of it is said by each rule's `on_blind`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from probemon.core.checks import check_count, check_number
+from probemon.monitor.health import FAILED, OK, Check
+
+CLOSED, HALF_OPEN, OPEN = "closed", "half-open", "open"
+PAUSED = "the breaker is open: scoring failed, and pauses"
+JITTER = 0.1  # of a pause, at random, so that many processes do not try again at once
+LONGEST = 16  # a pause is doubled up to so many times the first
+
+
+@dataclass(frozen=True)
+class Breaker:
+    """Scoring pauses after so many `errors` within `within` seconds, for `retry_after` seconds, or after a try that
+    failed for twice as long as before, up to 16 times as long. Raises `ConfigError`.
+    """
+
+    errors: int = 3
+    within: float = 60.0
+    retry_after: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_count("errors", self.errors, least=1, remedy="it counts errors, so give 1 or more")
+        for name in ("within", "retry_after"):
+            check_number(name, getattr(self, name), low=0, open_low=True, remedy="give seconds, over 0")
+
+
+class Circuit:
+    """What is open or closed, of one run and all its threads. `clock()`: seconds; `draw()`: from 0 to 1."""
+
+    def __init__(
+        self,
+        breaker: Breaker,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.breaker, self.state, self.n_errors, self.n_opened = breaker, CLOSED, 0, 0
+        self._clock, self._draw, self._lock = clock, draw, threading.Lock()
+        self._errors: deque[float] = deque(maxlen=breaker.errors)
+        self._pause, self._until = breaker.retry_after, 0.0
+
+    def pauses(self) -> bool:
+        """Whether what comes now is not to be scored. When a pause ends, one caller is told that it may try."""
+        if self.state == CLOSED:
+            return False
+        with self._lock:
+            if self.state == OPEN and self._clock() >= self._until:
+                self.state = HALF_OPEN
+                return False
+            return self.state != CLOSED
+
+    def succeeded(self) -> None:
+        """Note that something was scored: a try ends the pause."""
+        if self.state == HALF_OPEN:
+            with self._lock:
+                self.state, self._pause = CLOSED, self.breaker.retry_after
+                self._errors.clear()
+
+    def untold(self) -> None:
+        """Note that what was tried was thrown away, so that nobody knows: the next one may try."""
+        if self.state == HALF_OPEN:
+            with self._lock:
+                self.state, self._until = OPEN, self._clock()
+
+    def failed(self) -> None:
+        """Note that scoring raised."""
+        with self._lock:
+            now = self._clock()
+            self.n_errors += 1
+            self._errors.append(now)
+            many = len(self._errors) == self.breaker.errors and now - self._errors[0] <= self.breaker.within
+            if self.state == HALF_OPEN:
+                self._pause = min(2 * self._pause, LONGEST * self.breaker.retry_after)
+            if self.state == HALF_OPEN or (self.state == CLOSED and many):
+                self.state = OPEN
+                self.n_opened += 1
+                self._until = now + self._pause * (1 + JITTER * self._draw())
+
+    def check(self) -> Check:
+        """Say whether scoring pauses, as a check of the run's health."""
+        if self.state == CLOSED:
+            past = f", after {self.n_errors:,} errors and {self.n_opened:,} pauses" if self.n_errors else ""
+            return Check("breaker", OK, f"scoring is on{past}")
+        remedy = "See run.failures for what scoring raised; what comes meanwhile is not watched."
+        return Check("breaker", FAILED, f"scoring pauses ({self.state}), after {self.n_errors:,} errors", remedy)
+
+
+def unscored(error: Exception) -> str:
+    """Return why tokens have no scores whose scoring raised `error`; its words may be new with every token."""
+    return f"scoring failed: {type(error).__name__}"

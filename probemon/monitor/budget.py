@@ -1,0 +1,127 @@
+"""Budget: how much of a step of generation watching may take, and a ladder that sheds what is over it.
+
+    with manager.attach(model, tokenizer, budget=Budget(ms=1.0, share=0.05)) as run:
+        model.generate(**inputs)
+    run.budget.rung, run.budget.tokens         # "all", {"all": 380, "audit": 24, ...}: tokens by the rung of each
+    result.watches, run.watches[number].rung   # from which position on which rung held
+
+Off unless it is asked for, since what is left out then depends on the time that things took: it is in the coverage of
+every token (`shed`, or why the token is unseen) and in the result. What has a rule is never left out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from probemon.core.checks import check_number
+from probemon.core.scores import Scores
+from probemon.errors import ConfigError
+from probemon.monitor.followers import Follower
+from probemon.monitor.health import OK, WARNING, Check
+from probemon.monitor.rungs import ALL, NAMES
+from probemon.monitor.token_scorer import Publish
+from probemon.monitor.watches import Watch, Watches
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.generation import Generation
+from probemon.tracking.observer import ForwardTime
+from probemon.tracking.recording import Recording
+
+WEIGHT = 0.25  # of the newest step in the running mean
+DOWN_AFTER, UP_AFTER = 8, 32  # steps on a rung before the next, so that its cost is known
+_REMEDY = "Watch less (include, depth, fewer rules), give a larger budget, or see what else the machine does."
+RESUME = 0.7  # the share of the budget under which what was left out comes back
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A step of generation may take `ms` milliseconds in our hooks, or `share` of what the host's forward takes without
+    them, whichever is more. Raises `ConfigError`.
+    """
+
+    ms: float | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ms is None and self.share is None:
+            raise ConfigError("a budget has neither ms nor share: give one of them, or both")
+        for name in ("ms", "share"):
+            if getattr(self, name) is not None:
+                check_number(
+                    name, getattr(self, name), low=0, open_low=True, remedy="give what a step may take, over 0"
+                )
+
+    def used(self, time: ForwardTime) -> float:
+        """Return how much of the budget a forward took; over 1 is too much."""
+        allowed = max((self.ms or 0.0) / 1e3, (self.share or 0.0) * (time.whole - time.inside))
+        return time.inside / allowed if allowed > 0 else float("inf")
+
+
+class Ladder(Follower):
+    """Goes down a rung where the running mean of steps is over the budget, and up where it is well under it.
+
+    `tokens`: how many had their scores, or none, on which rung. Prompts are not judged, since they are as long as they
+    are. One thread's steps after another's are judged as they come.
+    """
+
+    def __init__(self, budget: Budget, watches: Watches) -> None:
+        self.budget, self.tokens = budget, Counter[str]()
+        self._watches, self._lock = watches, threading.Lock()
+        self._mean, self._n_steps = 0.0, 0  # of this rung
+
+    @property
+    def rung(self) -> str:
+        """Return the name of the rung that holds now."""
+        return NAMES[self._watches.now.rung]
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether nothing more could be left out."""
+        return self._watches.now.rung == max(self._watches.rungs, default=ALL)
+
+    @property
+    def used(self) -> float:
+        """Return the running mean of what steps take of the budget on this rung."""
+        return self._mean
+
+    def forward(self, time: ForwardTime) -> None:
+        """Judge a step."""
+        if time.n_prompt or not time.n_generated:
+            return
+        with self._lock:
+            used = self.budget.used(time)
+            self._mean = used if not self._n_steps else self._mean + WEIGHT * (used - self._mean)
+            self._n_steps += 1
+            now, rungs = self._watches.now.rung, (ALL, *self._watches.rungs)
+            if self._mean > 1 and self._n_steps >= DOWN_AFTER and now != rungs[-1]:
+                self._go(min(rung for rung in rungs if rung > now))
+            elif self._mean < RESUME and self._n_steps >= UP_AFTER and now != ALL:
+                self._go(max(rung for rung in rungs if rung < now))
+
+    def counting(self, publish: Publish) -> Publish:
+        """Return `publish` that counts tokens by their rung, too."""
+
+        def both(
+            watch: Watch, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
+        ) -> None:
+            with self._lock:
+                self.tokens[NAMES[watch.rung]] += len(placed)
+            publish(watch, generation, recording, placed, scores)
+
+        return both
+
+    def check(self) -> Check:
+        """Say what is left out, as a check of the run's health."""
+        n_less, n = self.tokens.total() - self.tokens[NAMES[ALL]], self.tokens.total()
+        shed = "" if not n_less else f"; less was scored than is watched at {n_less:,} of {n:,} tokens"
+        if self._mean > 1 and self.at_its_end:
+            what, remedy = "steps take more than their budget, and nothing more may be left out", _REMEDY
+            return Check("budget", WARNING, f"{what}{shed}", remedy)
+        if self.rung != NAMES[ALL]:
+            return Check("budget", WARNING, f"it is held on the rung {self.rung!r}{shed}", _REMEDY)
+        return Check("budget", OK, f"nothing is left out now{shed}")
+
+    def _go(self, rung: int) -> None:
+        self._watches.shed_to(rung)
+        self._mean, self._n_steps = 0.0, 0

@@ -1,0 +1,226 @@
+"""A latency budget: what is over it is left out rung by rung, comes back, and is told at every token; rules never are.
+
+Time is a clock of the test's own, so that every step says what it took.
+"""
+
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_update import states_of
+
+from conftest import PAD, make_model, make_pack
+from probemon import DynamicProbeManager
+from probemon.errors import ConfigError
+from probemon.monitor.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget
+from probemon.monitor.rungs import ALL, AUDIT, DEPTH, EVERY, LEFT_OUT, NAMED, NAMES, OFF, SAMPLED
+from probemon.tracking import decoder_hooks
+from probemon.tracking.observer import ForwardTime
+
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+GREEDY = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock.seconds` pass only where the test says so."""
+    clock = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(decoder_hooks, "time", types.SimpleNamespace(perf_counter=lambda: clock.seconds))
+    return clock
+
+
+def slowed(run, clock, seconds):
+    """Let `run` take `seconds()` of the clock in every forward."""
+
+    def wait(placed, scores):
+        clock.seconds += seconds()
+
+    run.listen(wait)
+
+
+def generate(model, n):
+    return model.generate(PROMPT, max_new_tokens=n, **GREEDY)
+
+
+def rungs_of(run, result):
+    """The rung of every position of an output's first row."""
+    number = np.zeros(len(result), dtype=int)
+    for _, position, at in result.watches:
+        number[position:] = at
+    return [run.watches[at].rung for at in number.tolist()]
+
+
+def managers(folder, model, kind):
+    if kind == "several packs":
+        packs = {
+            "one": make_pack(folder / "one", model, rule="independent"),
+            "two": make_pack(folder / "two", model, n=25, seed=3, rule="independent"),
+        }
+        return DynamicProbeManager(packs, keep_top_k=5)
+    rule = "path" if kind == "path" else "independent"
+    pack = make_pack(folder / "pack", model, rule=rule)
+    options = {"arena_bytes": pack.weight_bytes() * 3 // 4} if kind == "paged" else {}
+    impl = {"impl": "cpu"} if kind == "cpu" else {}
+    return DynamicProbeManager(pack, keep_top_k=5, audit_rate=0.5, **options, **impl)
+
+
+@pytest.mark.parametrize("kind", ["path", "independent", "paged", "cpu", "several packs"])
+def test_every_rung_leaves_out_what_it_says_and_scores_the_rest_as_ever(tmp_path, clock, kind):
+    model = make_model()
+    manager = managers(tmp_path, model, kind)
+    pack, name = manager.pack, "one:c14" if kind == "several packs" else "c14"
+    always = pack.find(name)
+    with manager.attach(model, budget=Budget(ms=1.0)) as run:
+        run.update(always_on=[name])
+        slowed(run, clock, lambda: 0.010)
+        out = generate(model, 60)
+    result = run.result(out)
+    rungs, coverage = rungs_of(run, result), result.coverage
+    expected = [DEPTH, NAMED, SAMPLED, OFF] if kind == "several packs" else [AUDIT, DEPTH, NAMED, SAMPLED, OFF]
+    assert list(dict.fromkeys(rungs)) == [ALL, *expected] and run.budget.rung == "off" and run.budget.at_its_end
+    assert [rungs.count(rung) for rung in expected[:-1]] == [DOWN_AFTER] * len(expected[:-1])
+    everything = manager.score_all(states_of(model, out)[0]).numpy()
+    ancestors = {always}
+    while kind == "path":  # whose scores need those above
+        more = ancestors | {parent for probe in ancestors for parent in pack.tree.parents(probe)}
+        if more == ancestors:
+            break
+        ancestors = more
+    leaves = {probe for probe in range(pack.n_probes) if not len(pack.tree.children(probe))}
+    start = set(np.flatnonzero(manager.plan_with([name]).always).tolist())
+    n_shed = {ALL: 0, AUDIT: 0, DEPTH: len(leaves - start), NAMED: pack.n_probes - len(ancestors)}
+    for t, rung in enumerate(rungs[:-1]):
+        seen = rung < SAMPLED or (rung == SAMPLED and t % EVERY == 0)
+        assert coverage.unseen[t] == ("" if seen else LEFT_OUT[rung]), t
+        if not seen:
+            assert len(result.scores.active(t)) == 0 == coverage.shed[t]
+            continue
+        active = result.scores.active(t)
+        assert coverage.active[t] + coverage.dropped[t] + coverage.not_reached[t] == pack.n_probes
+        assert coverage.shed[t] == n_shed[min(rung, NAMED)] <= coverage.not_reached[t]
+        assert np.allclose(result.scores.active_scores(t), everything[t, active], atol=1e-5)
+        assert always in active
+        if rung == DEPTH:
+            assert not (leaves - start) & set(active.tolist())
+        elif rung >= NAMED:
+            assert set(active.tolist()) == ancestors
+        if rung >= AUDIT:
+            assert coverage.audited[t] == 0
+    if kind != "several packs":
+        assert coverage.audited.sum() > 0
+    told = {NAMES[rung]: rungs.count(rung) for rung in (ALL, *expected)}
+    told["off"] -= 1  # the last token, which the host never runs
+    assert dict(run.budget.tokens) == told
+
+
+def test_on_the_depth_rung_scores_are_those_of_a_pack_whose_leaves_are_excluded(tmp_path, clock):
+    model = make_model()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=5)
+    pack = manager.pack
+    start = set(np.flatnonzero(manager.plan.always).tolist())
+    leaves = [pack.concepts[p]["id"] for p in range(pack.n_probes) if not len(pack.tree.children(p)) and p not in start]
+    narrow = DynamicProbeManager(pack, keep_top_k=5, exclude=leaves)
+    with manager.attach(model, budget=Budget(ms=1.0)) as run, narrow.attach(model) as other:
+        run._watches.shed_to(DEPTH)
+        out = generate(model, 12)
+    result, same = run.result(out), other.result(out)
+    assert result.coverage.shed[0] == len(leaves) == same.coverage.excluded[0] > 0
+    for t in range(len(result) - 1):
+        assert result.scores.active(t).tolist() == same.scores.active(t).tolist()
+        assert result.scores.active_scores(t).tolist() == same.scores.active_scores(t).tolist()
+
+
+def test_what_has_a_rule_is_never_left_out(tmp_path, clock):
+    model, manager = make_model(), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()), audit_rate=1)
+    events = []
+    for budget in (None, Budget(ms=1.0)):
+        with manager.attach(model, budget=budget) as run:
+            run.on(["c9", "c10", "c26"], above=0.2, for_tokens=2, action="record")
+            slowed(run, clock, lambda: 0.010)
+            out = generate(model, 80)
+        events.append([(event.concept, event.column, event.score) for event in run.events])
+    result = run.result(out)
+    assert events[0] == events[1] and len(events[0]) > 3
+    assert set(rungs_of(run, result)) == {ALL, AUDIT, DEPTH, NAMED} and run.budget.rung == "named"
+    assert not any(result.coverage.unseen[:-1])
+    assert {result.scores.active(t).size for t in range(len(result) - 2, len(result) - 1)} == {
+        int(manager.plan_with(["c9", "c10", "c26"]).named.sum())
+    }
+    check = run.health().checks[-1]
+    assert check.name == "budget" and check.state == "warning" and "nothing more may be left out" in check.what
+
+
+def test_it_comes_back_when_the_slowness_ends(tmp_path, clock):
+    model = make_model()
+    slow = {"seconds": 0.010}
+    with DynamicProbeManager(make_pack(tmp_path / "pack", model), audit_rate=1).attach(
+        model, budget=Budget(ms=1.0)
+    ) as run:
+        slowed(run, clock, lambda: slow["seconds"])
+        first = generate(model, 60)
+        slow["seconds"] = 0.0005
+        then = [generate(model, 100), generate(model, 100)]
+        assert run.budget.rung == "all" and run.health().checks[-1].state == "ok"
+    rungs = [rungs_of(run, run.result(first))] + [rungs_of(run, run.result(out)) for out in then]
+    assert rungs[0].index(OFF) - PROMPT.shape[1] <= 50
+    back = [rung for part in rungs[1:] for rung in part[PROMPT.shape[1] : -1]]
+    assert back.index(ALL) <= 200 and list(dict.fromkeys(back)) == [OFF, SAMPLED, DEPTH, AUDIT, ALL]
+    assert "less was scored than is watched" in run.health().checks[-1].what
+
+
+class Steps:
+    """A ladder whose steps take what they are said to."""
+
+    def __init__(self, tmp_path, budget):
+        model = make_model()
+        self.run = DynamicProbeManager(make_pack(tmp_path / "pack", model), audit_rate=1).attach(model, budget=budget)
+
+    def take(self, n, inside, host=0.0, prompt=False):
+        for _ in range(n):
+            self.run.budget.forward(ForwardTime(inside, inside + host, 5 * prompt, not prompt))
+        return self.run.budget.rung
+
+
+def test_a_step_is_judged_by_the_larger_of_both_and_prompts_are_not(tmp_path):
+    steps = Steps(tmp_path, Budget(ms=1.0, share=0.1))
+    assert steps.take(100, inside=0.002, host=0.021) == "all"  # 2.1 ms are allowed
+    assert steps.take(100, inside=9.0, prompt=True) == "all"
+    assert steps.take(100, inside=0.0009, host=0.0) == "all"  # 1 ms is
+    assert steps.take(1, inside=0.1) == "audit"  # one that is far over moves the mean over it
+    assert steps.take(DOWN_AFTER - 1, inside=0.0021, host=0.02) == "audit"
+    assert steps.take(1, inside=0.0021, host=0.02) == "depth"
+
+
+def test_between_the_two_limits_nothing_moves(tmp_path):
+    steps = Steps(tmp_path, Budget(ms=1.0))
+    assert steps.take(DOWN_AFTER, inside=0.002) == "audit"
+    assert steps.take(500, inside=0.0008) == "audit"
+    assert steps.take(UP_AFTER, inside=0.0001) == "all"
+
+
+def test_a_change_of_rules_keeps_what_it_may_and_brings_back_what_it_must(tmp_path):
+    steps = Steps(tmp_path, Budget(ms=1.0))
+    assert steps.take(5 * DOWN_AFTER, inside=0.01) == "off"
+    steps.run.update(rules=[{"concept": "c9", "above": 0.5, "action": "record"}])
+    assert steps.run.budget.rung == "named"
+    steps.run.update(rules=[], exclude=["c3"])
+    assert steps.run.budget.rung == "off" and steps.run.watches[-1].exclude == ("c3",)
+
+
+def test_the_page_says_how_it_goes_down_and_up():
+    page = " ".join((Path(__file__).parents[2] / "docs/budget.md").read_text(encoding="utf-8").split())
+    assert (
+        f"After {DOWN_AFTER} steps on a rung" in page
+        and f"after {UP_AFTER}, where it is under {RESUME:.0%}".replace("%", " %") in page
+    )
+    assert [name for name in NAMES if f"| {NAMES.index(name)} | {name} |" in page] == list(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [({}, "neither ms nor share"), ({"ms": 0}, "ms is 0"), ({"share": -1}, "share is -1")]
+)
+def test_a_budget_of_nothing_is_refused(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        Budget(**wrong)

@@ -77,7 +77,7 @@ _ALL = (
         "counter",
         ("phase", "unseen"),
         "Tokens of the host, by phase (prompt, generated) and why one has no scores (empty: it has; gap, not_finite,"
-        " budget, other)",
+        " budget, failed, other)",
     ),
     Family(
         "probemon_probes_total",
@@ -119,6 +119,26 @@ _ALL = (
         ("sum",),
         "Sums over audited tokens: tokens, top_found, firing_tokens, firing_found, firing, firing_missed, evaluated,"
         " active",
+    ),
+    Family(
+        "probemon_budget_rung",
+        "gauge",
+        (),
+        "What is left out to keep a budget, by the run that leaves out most: 0 none to 5 everything (docs/budget.md)",
+        mode="livemax",
+    ),
+    Family(
+        "probemon_budget_shed_tokens_total",
+        "counter",
+        ("rung",),
+        "Tokens at which something was left out to keep a budget: audit, depth, named, sampled, off",
+    ),
+    Family(
+        "probemon_breaker_open",
+        "gauge",
+        (),
+        "1 while the breaker of a run keeps scoring paused, or tries it again",
+        mode="livemax",
     ),
     Family(
         "probemon_drift_alarms",

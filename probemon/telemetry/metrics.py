@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ class ProcessMetrics(Follower):
         self._concepts, self._named = list(concepts), set[str]()
         self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
+        self._highest = defaultdict[str, weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
         self._lock = threading.RLock()
         self._scraped = ScrapedMetrics()
         try:
@@ -132,6 +133,12 @@ class ProcessMetrics(Follower):
             for one, n in self._described.items():
                 info.labels(*one).set(int(n > 0))
 
+    def set_highest(self, run: MonitorRun, name: str, value: float) -> None:
+        """Say what a run says of a gauge, which shows the highest of all open runs."""
+        with self._lock:
+            self._highest[name][run] = value
+            self._families[name].set(max(self._highest[name].values()))
+
     def add_audit(self, audit: Audit) -> None:
         """Add what audited tokens say."""
         self._scraped.add_audit(audit)
@@ -142,6 +149,9 @@ class ProcessMetrics(Follower):
             self._open.discard(run)
             self._described[labels] -= 1
             self._families["probemon_runs"].set(len(self._open))
+            for name, values in self._highest.items():
+                if values.pop(run, None) is not None:
+                    self._families[name].set(max(values.values(), default=0))
         self._scraped.arenas.read()
         if run.routing is not None:
             self._scraped.routing.end(run.routing)

@@ -18,8 +18,10 @@ import numpy as np
 
 from probemon.core.scores import COUNTS, PHASES, Gap, Scores
 from probemon.engine.audit import Audit
+from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
 from probemon.monitor.followers import Follower
 from probemon.monitor.rules import ACTIONS, Event
+from probemon.monitor.rungs import LEFT_OUT, NAMES
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.observer import ForwardTime
 from probemon.tracking.recording import GAP, Recording
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun
     from probemon.telemetry.metrics import ProcessMetrics
 
-SEEN, NOT_FINITE, BUDGET, OTHER = "", "not_finite", "budget", "other"
-REASONS = (SEEN, "gap", NOT_FINITE, BUDGET, OTHER)  # why a token is unseen: a closed set, the sentences are not
+# Why a token is unseen: a closed set, the sentences are not.
+SEEN, BLIND, NOT_FINITE, BUDGET, FAILED, OTHER = REASONS = ("", "gap", "not_finite", "budget", "failed", "other")
 LAST_LEVEL = 15  # and all below it
 _CALL = "call"
 
@@ -43,7 +45,8 @@ class RunCounts(Follower):
         self._metrics, self._run, self._exemplar = metrics, run, dict(exemplar)
         self._lock = threading.Lock()  # several threads may generate in one run
         pack, family = run.manager.pack, metrics.family
-        self._reasons = {SEEN: SEEN, GAP: "gap"} | dict.fromkeys(run.manager.not_numbers, NOT_FINITE)
+        self._reasons = {SEEN: SEEN, GAP: BLIND, PAUSED: FAILED} | dict.fromkeys(run.manager.not_numbers, NOT_FINITE)
+        self._reasons |= dict.fromkeys(LEFT_OUT.values(), BUDGET)
         tokens = family("probemon_tokens_total")
         self._tokens = [{reason: tokens.labels(phase, reason) for reason in REASONS} for phase in PHASES]
         pairs = family("probemon_probes_total")
@@ -70,7 +73,10 @@ class RunCounts(Follower):
             family("probemon_watched_seconds_total"),
         )
         self._gaps, self._failures = family("probemon_gaps_total"), family("probemon_failures_total")
-        self._n_failures = 0
+        self._n_failures, self._n_shed = 0, Counter[str]()
+        shed = family("probemon_budget_shed_tokens_total")
+        self._shed = {} if run.budget is None else {name: shed.labels(name) for name in NAMES[1:]}
+        self._said: dict[str, int] = {}
         self._labels: tuple[str, ...] | None = None
         self._look()
 
@@ -138,7 +144,7 @@ class RunCounts(Follower):
 
     def _reason(self, reason: str) -> str:
         known = self._reasons.get(reason)
-        return known if known is not None else BUDGET if BUDGET in reason else OTHER
+        return known if known is not None else FAILED if reason.startswith(SCORING_FAILED) else OTHER
 
     def _look(self) -> None:
         """Count failures and what sinks took, and say what is watched, where these are others than before."""
@@ -151,12 +157,25 @@ class RunCounts(Follower):
                 n = sum(getattr(one, name) for one in stats)
                 counter.inc(n - self._sent[name])
                 self._sent[name] = n
+            if run.budget is not None:
+                for name, counter in self._shed.items():
+                    n = run.budget.tokens[name]
+                    counter.inc(n - self._n_shed[name])
+                    self._n_shed[name] = n
+                self._say("probemon_budget_rung", NAMES.index(run.budget.rung))
+            if run.breaker is not None:
+                self._say("probemon_breaker_open", int(run.breaker.state != CLOSED))
             deployment = "" if run.deployment is None else run.deployment.sha256
             manager = run.manager
             labels = (manager.pack.name, str(manager.pack.n_probes), manager.impl, deployment)
             if labels != self._labels:
                 self._metrics.describe_run(labels, self._labels)
                 self._labels = labels
+
+    def _say(self, name: str, value: int) -> None:
+        if self._said.get(name) != value:
+            self._said[name] = value
+            self._metrics.set_highest(self._run, name, value)
 
     def _labels_of_exemplar(self) -> dict[str, str] | None:
         trace: Any = sys.modules.get("opentelemetry.trace")

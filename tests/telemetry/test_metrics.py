@@ -19,7 +19,10 @@ from conftest import make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError, UnknownConcept
+from probemon.monitor.breaker import Breaker
+from probemon.monitor.budget import Budget
 from probemon.monitor.drift import DriftMonitor
+from probemon.monitor.rungs import NAMES, OFF
 from probemon.monitor.sinks import CallbackSink, MemorySink
 from probemon.telemetry import RoutingMonitor, Rule
 from probemon.telemetry.exposition import served
@@ -164,8 +167,48 @@ def test_gaps_and_why_tokens_were_not_seen_are_told_in_a_closed_set(model, pack)
     told = [of(found, "probemon_tokens_total", phase=phase, unseen="not_finite") for phase in ("prompt", "generated")]
     assert sum(told) == n > 0
     assert {dict(labels)["unseen"] for name, labels in found if name == "probemon_tokens_total"} == {
-        "", "gap", "not_finite", "budget", "other"
+        "", "gap", "not_finite", "budget", "failed", "other"
     }  # fmt: skip
+
+
+def test_what_a_budget_leaves_out_is_shown_by_rung(model, pack):
+    metrics = fresh()
+    with DynamicProbeManager(pack).attach(model, budget=Budget(ms=1e-6)) as run:  # always too little
+        run.follow(metrics)
+        out = generate(model, max_new_tokens=60, eos_token_id=None)
+        found = read(metrics)
+        assert of(found, "probemon_budget_rung") == NAMES.index(run.budget.rung) == OFF
+        other = DynamicProbeManager(pack).attach(model, budget=Budget(ms=1e6))
+        other.follow(metrics)  # the gauge is of the run that leaves out most
+        assert of(read(metrics), "probemon_budget_rung") == OFF
+    shed = {dict(labels)["rung"]: n for (name, labels), n in found.items() if name.endswith("shed_tokens_total")}
+    assert shed == {name: run.budget.tokens[name] for name in NAMES[1:]} and shed["off"] > 0 < shed["depth"]
+    n = sum("budget" in reason for reason in run.result(out).coverage.unseen)
+    assert of(found, "probemon_tokens_total", phase="generated", unseen="budget") == n > 0
+    assert of(read(metrics), "probemon_budget_rung") == 0
+
+
+def test_an_open_breaker_is_shown_while_it_is_open(model, pack):
+    metrics, manager = fresh(), DynamicProbeManager(pack)
+    begin, calls = manager.begin, []
+
+    def fail_once(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("broken")
+        return begin(*arguments)
+
+    manager.begin = fail_once
+    breaker = Breaker(errors=1, retry_after=1e6)
+    with manager.attach(model, breaker=breaker, callback_errors="report") as run:
+        run.follow(metrics)
+        generate(model, eos_token_id=None)
+        found = read(metrics)
+    assert of(found, "probemon_breaker_open") == 1 and of(read(metrics), "probemon_breaker_open") == 0
+    # Of five steps of two rows the third failed, and the two after it were in its pause.
+    assert of(found, "probemon_tokens_total", phase="generated", unseen="failed") == 6
+    assert of(found, "probemon_tokens_total", phase="generated", unseen="") == 4
+    assert of(found, "probemon_failures_total") == run.n_failures == 1
 
 
 def test_drift_alarms_are_shown_by_kind(pack, tmp_path):
@@ -364,7 +407,8 @@ def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert table() in page, "scripts/metrics_table.py writes it"
     host, metrics = make_moe(), fresh("c1")
-    with DynamicProbeManager(make_pack(tmp_path / "pack", host), audit_rate=1.0).attach(host, routing=True) as run:
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", host), audit_rate=1.0)
+    with manager.attach(host, routing=True, budget=Budget(ms=1e6), drift=DriftMonitor(manager)) as run:
         run.follow(metrics)
         generate(host)
     text = metrics.text()[0].decode()
@@ -377,6 +421,4 @@ def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_
     unexposed = known.keys() - exposed.keys()
     # What this host has none of, and what no run has here.
     assert {name for name, _ in unexposed} <= {"probemon_recurrent", "probemon_controller_seconds"}
-    empty = {"probemon_drift_alarms", "probemon_routing_unjudged", "probemon_routing_alerts", "probemon_recurrent"}
-    for family, labels in exposed.items():
-        assert labels == known[family] or (family[0] in empty and not labels), family
+    assert exposed == {family: labels for family, labels in known.items() if family not in unexposed}

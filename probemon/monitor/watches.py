@@ -59,7 +59,7 @@ class Watches:
         self.now = self._whole = Watch(0, manager.plan, ())
         self._on_rungs: dict[int, Watch] = {}
         self._rungs: tuple[int, ...] | None = None
-        self._rung = ALL
+        self.asked_rung = ALL
         self.past = [Watched()]
         self._own: tuple[Rule, ...] = ()
         self._of_file: tuple[Rule, ...] = ()
@@ -82,7 +82,7 @@ class Watches:
     def shed_to(self, rung: int) -> None:
         """Leave out what `rung` does, as far as what is watched allows, for the tokens from now on."""
         with self._lock:
-            self._rung = rung
+            self.asked_rung = rung
             self.now = self._on_rung()
 
     def add(self, rules: Sequence[Rule]) -> None:
@@ -141,7 +141,7 @@ class Watches:
 
     def _on_rung(self) -> Watch:
         """Return what holds on the rung that is asked for, or the lowest one under it that there is."""
-        rung = max((one for one in self.rungs if one <= self._rung), default=ALL)
+        rung = max((one for one in self.rungs if one <= self.asked_rung), default=ALL)
         if rung == ALL:
             return self._whole
         if rung not in self._on_rungs:

@@ -30,6 +30,7 @@ from probemon.monitor.stream import TokenEvent, stream, stream_async
 if TYPE_CHECKING:
     from probemon.offline.analysis_folder import Analysis
     from probemon.offline.documents import Source
+    from probemon.telemetry.metrics import ProcessMetrics
     from probemon.telemetry.recorder import RoutingRecorder
     from probemon.telemetry.settings import RoutingSettings
     from probemon.training.collect import Collected
@@ -67,6 +68,7 @@ class DynamicProbeManager(Scorer):
     """
 
     deployment: Deployment | None = None
+    metrics: ProcessMetrics | None = None  # which follow its runs
 
     @classmethod
     def from_deployment(cls, path: str | os.PathLike[str], **settings: Any) -> DynamicProbeManager:
@@ -77,8 +79,9 @@ class DynamicProbeManager(Scorer):
             run.events, run.result(out).deployment                   # what was met, by which file
 
         `settings`: of this machine, which no file states: `device`, `impl`, `arena_bytes`, `cache_bytes`, `prefetch`,
-        `strategy`, `late`. Where the file has rules, a forward that our hooks did not see is no error: each rule's
-        `on_blind` says what follows. Raises `DeploymentError` with the line of what is wrong, `PackError`.
+        `strategy`, `late`. What the file says of metrics is shown from now on. Where the file has rules, a forward that
+        our hooks did not see is no error: each rule's `on_blind` says what follows. Raises `DeploymentError` with the
+        line of what is wrong, `PackError`.
         """
         deployment = Deployment.read(os.fspath(path))
         for name in settings:
@@ -88,9 +91,21 @@ class DynamicProbeManager(Scorer):
         pack = deployment.open_packs()
         with deployment.errors_of_settings():
             manager = cls(pack, **deployment.settings, **settings)
-        deployment.rules(pack)  # what is wrong with them shows now
-        manager.deployment = deployment
+        manager.hold_to(deployment)
         return manager
+
+    def hold_to(self, deployment: Deployment) -> None:
+        """Let the rules, sinks and metrics of a deployment, whose packs and settings these are, hold in every run.
+
+        Raises `DeploymentError`; `ConfigError` where its metrics cannot be shown.
+        """
+        deployment.rules(self.pack)  # what is wrong with them shows now
+        metrics = deployment.metrics(self.pack)
+        if metrics is not None:
+            from probemon.telemetry.exporters import exporter
+
+            self.metrics = exporter(**metrics)
+        self.deployment = deployment
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copied or unpickled manager anew, with the deployment whose rules hold."""
@@ -119,7 +134,7 @@ class DynamicProbeManager(Scorer):
         `probemon.telemetry.monitor`).
         """
 
-        return MonitorRun(
+        run = MonitorRun(
             self,
             model,
             tokenizer,
@@ -134,6 +149,22 @@ class DynamicProbeManager(Scorer):
             breaker=breaker,
             drift=drift,
         )
+        if self.metrics is not None:
+            run.follow(self.metrics)
+        return run
+
+    def _followed(self, prepare: Callable[[MonitorRun], object] | None) -> Callable[[MonitorRun], object] | None:
+        """Return what prepares the run of a stream, and lets the metrics follow it."""
+        metrics = self.metrics
+        if metrics is None:
+            return prepare
+
+        def both(run: MonitorRun) -> None:
+            run.follow(metrics)
+            if prepare is not None:
+                prepare(run)
+
+        return both
 
     def _on_gap(self) -> str | Callable[[Gap], object]:
         has_rules = self.deployment is not None and self.deployment.content.get("rules")
@@ -167,7 +198,7 @@ class DynamicProbeManager(Scorer):
             include_prompt=include_prompt,
             strict=strict,
             max_waiting=max_waiting,
-            prepare=prepare,
+            prepare=self._followed(prepare),
             companion=_recorder(routing),
             on_gap=self._on_gap(),
             deployment=self.deployment,
@@ -196,7 +227,7 @@ class DynamicProbeManager(Scorer):
             include_prompt=include_prompt,
             strict=strict,
             max_waiting=max_waiting,
-            prepare=prepare,
+            prepare=self._followed(prepare),
             companion=_recorder(routing),
             on_gap=self._on_gap(),
             deployment=self.deployment,

@@ -120,7 +120,8 @@ def watch(
     from probemon.manager import DynamicProbeManager
 
     manager = DynamicProbeManager(opened, device=device, **settings)
-    manager.deployment = stated
+    if stated is not None:
+        manager.hold_to(stated)
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)
     title = f"{model} watched by {opened.name}"

@@ -16,6 +16,7 @@ import numpy as np
 from probemon.core.near_names import NearNames
 from probemon.errors import ConfigError, UnknownConcept
 
+MOST_NAMED = 100  # concepts that metrics count by name: each is a series of its own
 Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
 
 

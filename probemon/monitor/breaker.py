@@ -21,6 +21,7 @@ from probemon.core.checks import check_count, check_number
 from probemon.monitor.health import FAILED, OK, Check
 
 CLOSED, HALF_OPEN, OPEN = "closed", "half-open", "open"
+SCORING_FAILED = "scoring failed"
 PAUSED = "the breaker is open: scoring failed, and pauses"
 JITTER = 0.1  # of a pause, at random, so that many processes do not try again at once
 LONGEST = 16  # a pause is doubled up to so many times the first
@@ -104,4 +105,4 @@ class Circuit:
 
 def unscored(error: Exception) -> str:
     """Return why tokens have no scores whose scoring raised `error`; its words may be new with every token."""
-    return f"scoring failed: {type(error).__name__}"
+    return f"{SCORING_FAILED}: {type(error).__name__}"

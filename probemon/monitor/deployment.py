@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probemon.core.checks import check_path
+from probemon.core.concept_names import MOST_NAMED
 from probemon.core.strict_json import loads, no_constant
 from probemon.core.yaml_text import YamlText, read_yaml
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
@@ -134,6 +135,19 @@ class Deployment:
                     on_blind=rule["on_blind"],
                 )
         return made
+
+    def metrics(self, pack: AnyPack) -> dict[str, Any] | None:
+        """Return what is shown to Prometheus: `concepts` by their ids, and `port` and `address` where they are given;
+        None for nothing. Raises `DeploymentError`.
+        """
+        if "metrics" not in self.content:
+            return None
+        stated = self.content["metrics"]
+        with self._at("metrics", "concepts"):
+            probes = pack.find_all(stated["concepts"]) if stated.get("concepts") else []
+            if len(probes) > MOST_NAMED:
+                raise ConfigError(f"{len(probes)} concepts, each a series of its own: name at most {MOST_NAMED}")
+        return {**stated, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
 
     @property
     def budget(self) -> Budget | None:

@@ -36,7 +36,7 @@ from probemon.host.site import Site
 from probemon.monitor.breaker import Breaker, Circuit
 from probemon.monitor.budget import Budget, Ladder, Shedding
 from probemon.monitor.change import Change
-from probemon.monitor.delivery import Delivery
+from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
@@ -371,6 +371,16 @@ class MonitorRun:
         return self._failures.n_errors
 
     @property
+    def sinks(self) -> list[SinkStats]:
+        """Return what became of the tokens that each sink was sent, in the order in which they were added."""
+        return self._publisher.sinks()
+
+    @property
+    def drift(self) -> DriftMonitor | None:
+        """Return what compares the requests of this run with a reference, where it was given."""
+        return None if self._requests is None else self._requests.drift
+
+    @property
     def recordings(self) -> list[Recording]:
         """Return the recordings, one for each `generate()` or document of plain forwards, oldest first."""
         return self._watcher.recordings
@@ -457,7 +467,6 @@ class MonitorRun:
                 stacklevel=2,
             )
         publisher.close()
-        self._followers.closed(self)
         if self._requests is not None:
             self._requests.close()
         for not_recorded in self.routing.close() if self.routing is not None else ():
@@ -466,6 +475,7 @@ class MonitorRun:
             failures.add("loading in the background", not_loaded)
         for not_run in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
             failures.add("continuous batching", not_run)
+        self._followers.closed(self)  # once all that it has is complete
         if error is not None:
             return
         if publisher.rules and self._watcher.n_documents:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Gap, Scores
+from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
 from probemon.monitor.rules import Event, Rule
 from probemon.serving.answer_text import AnswerText
@@ -83,10 +84,11 @@ class Answering(StoppingCriteria):
         seed: int | None,
         tell_prompt: bool,
         listener: Listener,
+        followers: Sequence[Follower] = (),
     ) -> None:
         self._served, self._prepared, self._ids = served, prepared, ids
         self._choice, self._max_tokens, self._tell_prompt = choice, max_tokens, tell_prompt
-        self._listener = listener
+        self._listener, self._followers = listener, followers
         self._hold = prepared.watch.hold
         self._told = Told(served.manager.pack, prepared.watch.top_k, prepared.shown)
         self._text = AnswerText(served.decode, prepared.request.stop, hold=self._hold)
@@ -111,6 +113,8 @@ class Answering(StoppingCriteria):
             served.manager.attach(served.model, served.tokenizer, one_thread=True, on_gap=self._on_gap()) as run,
         ):
             self._run = run
+            for follower in self._followers:
+                run.follow(follower)
             run.add_rules([self._own(rule) for rule in served.rules])
             for rule, probes in self._prepared.rules:
                 run.on(

@@ -25,7 +25,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from probemon.errors import MissingExtra, RequestRefused
+from probemon.errors import RequestRefused
 from probemon.monitor.health import Health
 from probemon.serving.answering import Ending, Piece
 from probemon.serving.answers import Answers, error_chunk, error_object
@@ -34,7 +34,7 @@ from probemon.serving.event_stream import EventStream, wait_for_disconnect
 from probemon.serving.generator import Failure, Generator, Job
 from probemon.serving.guard import Guard
 from probemon.serving.limits import Limits
-from probemon.serving.metrics import ServingMetrics
+from probemon.serving.metrics import ServerMetrics, process_metrics
 from probemon.serving.outbox import Outbox
 from probemon.serving.page_files import page_files
 from probemon.serving.records import Records
@@ -60,7 +60,9 @@ class _Routes:
         self._canary = ServedCanary(served)
         self._ring, self._records = EventRing(limits), Records(limits)
         self._by_boot = {"probemon-boot": self._ring.boot}  # concepts are numbered by this server's pack alone
-        self._generator = Generator(served, self._ring, self._records, limits)
+        process = process_metrics(served)
+        self._generator = Generator(served, self._ring, self._records, limits, process)
+        self._metrics = None if process is None else ServerMetrics(self._generator, self._ring, process)
         self._pack = json.dumps(about_pack(served.manager.pack, served.name), allow_nan=False).encode()
         self._page, self._created = page_files(), int(time.time())
         self._looking, self._looked_at, self._health = asyncio.Lock(), -math.inf, Health(())
@@ -79,7 +81,7 @@ class _Routes:
                 Route("/v1/probemon/requests/{name}", self._request),
                 Route("/healthz", self._healthy),
                 Route("/readyz", self._ready),
-                Route("/metrics", self._metrics),
+                Route("/metrics", self._show_metrics),
                 Route("/", self._file),
                 Route("/page/{name}", self._file),
             ],
@@ -185,11 +187,11 @@ class _Routes:
             return JSONResponse({"status": "ready", **health.as_dict()})
         return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)
 
-    async def _metrics(self, http: HttpRequest) -> Response:
-        try:
-            body, content_type = ServingMetrics(self._generator, self._ring).text()
-        except MissingExtra as error:
-            raise RequestRefused(str(error), status=501, code="missing_extra") from error
+    async def _show_metrics(self, http: HttpRequest) -> Response:
+        if self._metrics is None:
+            missing = "metrics need prometheus-client: pip install 'probemon[metrics]'"
+            raise RequestRefused(missing, status=501, code="missing_extra")
+        body, content_type = self._metrics.text(http.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     def _refused(self, http: HttpRequest, error: Exception) -> Response:

@@ -1,6 +1,6 @@
 """Generator: requests that wait, and the threads that answer them.
 
-generator = Generator(served, ring, records, limits)
+generator = Generator(served, ring, records, limits, metrics)
 job = generator.submit(prepared, outbox)          # RequestRefused (429) where too many wait
 async for piece in outbox: ...                    # Piece, Ending, or Failure
 generator.close()
@@ -25,6 +25,7 @@ from probemon.serving.outbox import Outbox, Stalled
 from probemon.serving.records import Records
 from probemon.serving.served import Prepared, Served
 from probemon.serving.subscribers import EventRing
+from probemon.telemetry.metrics import ProcessMetrics
 
 LOG = logging.getLogger("probemon")
 _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
@@ -115,10 +116,18 @@ class Job:
 
 
 class Generator:
-    """Answers requests in the order in which they come, `at_once` at the same time."""
+    """Answers requests in the order in which they come, `at_once` at the same time. `metrics` follow their runs."""
 
-    def __init__(self, served: Served, ring: EventRing, records: Records, limits: Limits) -> None:
+    def __init__(
+        self,
+        served: Served,
+        ring: EventRing,
+        records: Records,
+        limits: Limits,
+        metrics: ProcessMetrics | None = None,
+    ) -> None:
         self.served, self.counts = served, Counts()
+        self._metrics = metrics
         self._ring, self._records, self._limits = ring, records, limits
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Job] = deque()
@@ -224,6 +233,7 @@ class Generator:
                     seed=None if request.seed is None else request.seed + number,
                     tell_prompt=prepared.watch.prompt and number == 0,
                     listener=job,
+                    followers=[] if self._metrics is None else [self._metrics.for_request(job.id)],
                 )
                 ending = answering.run()
                 self.counts.told(len(ids), ending)

@@ -1,7 +1,7 @@
-"""ServingMetrics: a server as metrics of Prometheus, in text.
+"""ServerMetrics: a server as metrics of Prometheus, beside those of every process that watches.
 
-metrics = ServingMetrics(generator, ring)
-body, content_type = metrics.text()        # MissingExtra without prometheus-client
+metrics = ServerMetrics(generator, ring, process)      # process: ProcessMetrics, which its runs follow
+body, content_type = metrics.text(accept)
 """
 
 from __future__ import annotations
@@ -9,47 +9,60 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from probemon.errors import MissingExtra
 from probemon.serving.generator import Generator
+from probemon.serving.served import Served
 from probemon.serving.subscribers import EventRing
-from probemon.telemetry.collector import Collector
+from probemon.telemetry.metric_families import FAMILIES, SERVER
+from probemon.telemetry.metrics import ProcessMetrics
 
 
-class ServingMetrics(Collector):
-    """Counts since the server began, and what is under way now."""
+def process_metrics(served: Served) -> ProcessMetrics | None:
+    """Return what counts the runs of a server, with the concepts that its deployment names; None without the extra.
 
-    def __init__(self, generator: Generator, ring: EventRing) -> None:
+    Raises `MissingExtra` where the deployment asks for metrics.
+    """
+    try:
         from prometheus_client import CollectorRegistry
+    except ImportError as error:
+        if served.metric_concepts is None:
+            return None
+        raise MissingExtra("metrics need prometheus-client: pip install 'probemon[metrics]'") from error
+    return ProcessMetrics(concepts=served.metric_concepts or (), registry=CollectorRegistry())
 
-        super().__init__(CollectorRegistry())
-        self._generator, self._ring = generator, ring
-        self._registry.register(self)
 
-    def text(self) -> tuple[bytes, str]:
+class ServerMetrics:
+    """A collector of counts since the server began, and of what is under way now, in the registry of `process`."""
+
+    def __init__(self, generator: Generator, ring: EventRing, process: ProcessMetrics) -> None:
+        self._generator, self._ring, self._process = generator, ring, process
+        process.registry.register(self)
+
+    def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics and their content type."""
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+        return self._process.text(accept)
 
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+    def describe(self) -> list[Any]:
+        """Return the families without samples, by which a registry knows their names."""
+        return [family.scraped() for family in FAMILIES.values() if family.where == SERVER]
 
     def collect(self) -> Iterator[Any]:
         """Yield every family as it is now."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         generator, counts = self._generator, self._generator.counts
-        for name, words, label, values in (
-            ("probemon_requests", "Requests that ended, by what became of them", "outcome", counts.requests),
-            ("probemon_answers", "Answers, by how they ended", "finish_reason", counts.answers),
-            ("probemon_tokens", "Tokens: of prompts, generated, of these without scores", "what", counts.tokens),
+        for name, values in (
+            ("probemon_requests_total", counts.requests),
+            ("probemon_answers_total", counts.answers),
+            ("probemon_answer_tokens_total", counts.tokens),
         ):
-            family = CounterMetricFamily(name, words, labels=[label])
+            family = FAMILIES[name].scraped()
             for value, count in sorted(values.items()):
                 family.add_metric([value], count)
             yield family
-        yield CounterMetricFamily("probemon_request_seconds", "Time that answers took", value=counts.seconds)
-        yield GaugeMetricFamily("probemon_requests_running", "Requests being answered", value=generator.n_running)
-        yield GaugeMetricFamily("probemon_requests_waiting", "Requests in the queue", value=generator.n_waiting)
-        yield GaugeMetricFamily("probemon_subscribers", "Readers of the events", value=self._ring.n_subscribers)
-        yield CounterMetricFamily(
-            "probemon_subscriber_events_dropped",
-            "Events that slow readers lost",
-            value=self._ring.n_lost + self._ring.n_behind(),
-        )
+        for name, number in (
+            ("probemon_request_seconds_total", counts.seconds),
+            ("probemon_requests_running", generator.n_running),
+            ("probemon_requests_waiting", generator.n_waiting),
+            ("probemon_subscribers", self._ring.n_subscribers),
+            ("probemon_subscriber_events_dropped_total", self._ring.n_lost + self._ring.n_behind()),
+        ):
+            yield FAMILIES[name].scraped(number)

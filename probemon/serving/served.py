@@ -39,6 +39,10 @@ def check_serves(deployment: Deployment) -> None:
             f"{deployment.path.name} has sinks, which take the tokens of one run: a server's tokens go to whoever reads"
             " /v1/probemon/events. Leave them out"
         )
+    if "port" in deployment.content.get("metrics", {}):
+        raise ConfigError(
+            f"{deployment.path.name} has a port for metrics: a server shows them at /metrics of its own. Leave it out"
+        )
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,13 @@ class Served:
     ) -> None:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         self.deployment, self.rules = deployment, list[Rule]()
+        self.metric_concepts: list[str] | None = None  # None: nobody asks for metrics
         if deployment is not None:
             deployment.check_host(manager.pack, model)
             check_serves(deployment)
             self.rules = deployment.rules(manager.pack)
+            metrics = deployment.metrics(manager.pack)
+            self.metric_concepts = None if metrics is None else metrics["concepts"]
             self._check_room([])
         ends = model.generation_config.eos_token_id
         self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])

@@ -1,7 +1,7 @@
 """Telemetry: measures routers and runs, which do not know of it.
 
 from probemon.telemetry import RoutingMonitor, RoutingParquet         # routers
-from probemon.telemetry.metrics import RunMetrics                     # a run of probes
+from probemon.telemetry.metrics import ProcessMetrics                 # the runs of a process
 """
 
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule

@@ -1,140 +1,167 @@
-"""Metrics of a run for Prometheus: what was scored, what was not, what the audit found missing, what it cost.
+"""Metrics of a process for Prometheus: what was scored, what was not, what the audit found missing, what it cost.
 
-    from prometheus_client import start_http_server
-
-    with manager.attach(model, tokenizer) as run, RunMetrics(run, concepts=["weapon"]):
-        start_http_server(9464)                       # http://localhost:9464/metrics
+    metrics = ProcessMetrics(concepts=["weapon"])         # one for the process, of any number of runs
+    with served(metrics.registry, 9464), manager.attach(model, tokenizer) as run:    # http://127.0.0.1:9464/metrics
+        run.follow(metrics)
         model.generate(**inputs)
 
-Counts are added up as tokens are scored. Arena, gaps and times are read when somebody scrapes. Needs the extra
-`metrics`.
+    with RoutingMonitor(model) as monitor, metrics.routing(monitor): ...             # routers, without probes
+
+`served` is of `probemon.telemetry.exposition`. The families are in docs/metrics.md. Needs the extra `metrics`.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from probemon.core.scores import COUNTS, PROMPT, Scores
+from probemon.core.concept_names import MOST_NAMED
 from probemon.engine.audit import Audit
-from probemon.telemetry.collector import Collector
-from probemon.tracking.align import PlacedTokens
+from probemon.errors import ConfigError, MissingExtra
+from probemon.monitor.followers import Follower
+from probemon.telemetry.exposition import exposition, several_processes
+from probemon.telemetry.metric_families import FAMILIES, PROCESS
+from probemon.telemetry.recorder import RoutingRecorder
+from probemon.telemetry.run_counts import RunCounts
+from probemon.telemetry.scraped_metrics import ScrapedMetrics
 
 if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun
 
-_PERCENTILES = (50, 95, 99)
-_ARENA = ("hits", "misses", "evictions", "uploaded_bytes", "late", "fetched")
+_MOST_CHARACTERS = 64  # of a request's id: an exemplar has room for 128 with that of a trace
 
 
-class RunMetrics(Collector):
-    """A collector of `prometheus_client` over one run, registered while its `with` block is open.
+class ProcessMetrics(Follower):
+    """Counts what the runs that it follows do, from its beginning to the end of the process.
 
-    `concepts` are counted by name: each is a series of its own, so name few. `registry` is the client's default one, or
-    yours. Raises `UnknownConcept`, `MissingExtra`, and `ConfigError` where a registry holds these series already.
+    `concepts` are counted by name, at most 100: each is a series of its own. `registry` is the client's default one, or
+    yours. Where several processes count together (`PROMETHEUS_MULTIPROC_DIR`), arenas, routing and recall, which are
+    asked at the scrape, are left out. Raises `MissingExtra`, `ConfigError` where a registry holds these families
+    already. `run.follow(metrics)` raises `UnknownConcept`, and `ConfigError` for too many concepts.
     """
 
-    def __init__(
-        self, run: MonitorRun, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None
-    ) -> None:
-        super().__init__(registry)
-        self._run, self._pack = run, run.manager.pack
-        self._probes = self._pack.find_all(list(concepts)) if concepts else []  # each once
-        self._lock = threading.Lock()
-        self._tokens: Counter[tuple[str, str]] = Counter()  # by phase and why it was not seen
-        self._pairs: Counter[str] = Counter(dict.fromkeys((*COUNTS, "fired"), 0))
-        self._fired = np.zeros(self._pack.n_probes, dtype=np.int64)
-        self._audit = Audit(self._pack.n_probes)
-        run.listen(self._add)
+    def __init__(self, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise MissingExtra("ProcessMetrics needs prometheus-client: pip install 'probemon[metrics]'") from error
+        self.registry = prometheus_client.REGISTRY if registry is None else registry
+        self._concepts, self._named = list(concepts), set[str]()
+        self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
+        self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
+        self._highest = defaultdict[str, weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
+        self._lock = threading.RLock()
+        self._scraped = ScrapedMetrics()
+        try:
+            self._families = {
+                name: family.made(self.registry) for name, family in FAMILIES.items() if family.where == PROCESS
+            }
+            if not several_processes():
+                self.registry.register(self._scraped)
+        except ValueError as error:
+            raise ConfigError(
+                f"this registry has metrics of these names already: one ProcessMetrics is for all runs of a process, or"
+                f" give registry= ({error})"
+            ) from error
 
-    def _add(self, placed: PlacedTokens, scores: Scores) -> None:
-        """Add one batch of tokens to the sums, as a listener of the run."""
-        phase, coverage = "prompt" if placed.phase == PROMPT else "generated", scores.coverage
-        audit = Audit.of(coverage) if coverage.audited.any() else None
-        with self._lock:
-            self._tokens.update((phase, reason) for reason in coverage.unseen)
-            for name in COUNTS:
-                self._pairs[name] += int(getattr(coverage, name).sum())
-            self._pairs["fired"] += int(scores.fired_mask.sum())
-            np.add.at(self._fired, scores.probes[scores.fired_mask], 1)
-            if audit is not None:
-                self._audit += audit
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the exposition and its content type, by the header Accept of whoever asks."""
+        return exposition(self.registry, accept)
 
-    def collect(self) -> Iterator[Any]:
-        """Yield every family as it is now, for `prometheus_client`."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+    def began(self, run: MonitorRun) -> None:
+        """Count what `run` does from now on."""
+        self._follow(run, {})
 
-        with self._lock:
-            tokens, pairs, audit = dict(self._tokens), dict(self._pairs), self._audit
-            fired = self._fired[self._probes].tolist()
-        arena, seconds = self._run.manager.arena.stats(), list(self._run.forward_seconds)
-        yield InfoMetricFamily(
-            "probemon",
-            "What is watched",
-            {"pack": self._pack.name, "probes": str(self._pack.n_probes), "kernel": self._run.manager.impl},
-        )
-        family: Metric
-        family = CounterMetricFamily(
-            "probemon_tokens",
-            "Tokens of the host, by phase and why one has no scores (empty: it has)",
-            labels=["phase", "unseen"],
-        )
-        for (phase, reason), count in sorted(tokens.items()):
-            family.add_metric([phase, reason], count)
-        yield family
-        family = CounterMetricFamily(
-            "probemon_probes", "Pairs of token and probe, by what became of them", labels=["what"]
-        )
-        for name, count in pairs.items():
-            family.add_metric([name], count)
-        yield family
-        if self._probes:
-            family = CounterMetricFamily(
-                "probemon_fired", "Tokens at which a concept exceeded its alert threshold", labels=["concept"]
+    def for_request(self, request: str) -> Follower:
+        """Return a follower that counts here, and gives exemplars of the overhead the id of a request."""
+        return _Request(self, request)
+
+    @contextmanager
+    def routing(self, recorder: RoutingRecorder) -> Iterator[None]:
+        """Show what routers decide while the block is open, and count it on after. Of a run it is shown by itself."""
+        if not isinstance(recorder, RoutingRecorder):
+            raise ConfigError(
+                f"routing is {type(recorder).__name__}: give a RoutingMonitor; that of manager.attach(routing=True) is"
+                " shown by run.follow(metrics)"
             )
-            for probe, count in zip(self._probes, fired, strict=True):
-                family.add_metric([self._pack.concepts[probe]["id"]], count)
-            yield family
-        family = CounterMetricFamily(
-            "probemon_audit", "Sums over audited tokens: see probemon.engine.audit.Audit", labels=["sum"]
-        )
-        for name, value in audit.as_dict().items():
-            if name != "n_probes":
-                family.add_metric([name.removeprefix("n_")], value)
-        yield family
-        family = GaugeMetricFamily(
-            "probemon_audit_recall",
-            "Mean share found on audited tokens; low and high: 95 % interval",
-            labels=["of", "bound"],
-        )
-        for of, recall in (("firing", audit.firing_recall), ("top", audit.top_recall)):
-            for bound in ("value", "low", "high") if recall is not None else ():
-                family.add_metric([of, bound], getattr(recall, bound))
-        yield family
-        family = CounterMetricFamily("probemon_arena", "Slots of the arena since it was made", labels=["what"])
-        for name in _ARENA:
-            family.add_metric([name], getattr(arena, name))
-        yield family
-        family = GaugeMetricFamily("probemon_arena_slots", "Slots of the arena", labels=["what"])
-        for name in ("slots", "free", "pinned"):
-            family.add_metric([name], getattr(arena, f"n_{name}"))
-        yield family
-        family = GaugeMetricFamily(
-            "probemon_hook_seconds",
-            "Time inside our hooks, a forward of the host, over the newest 10,000",
-            labels=["percentile"],
-        )
-        for percentile in _PERCENTILES if seconds else ():
-            family.add_metric([str(percentile)], float(np.percentile(seconds, percentile)))
-        yield family
-        yield GaugeMetricFamily(
-            "probemon_gaps",
-            "Forwards that our hooks did not see (the newest 1,000 are kept)",
-            value=len(self._run.gaps),
-        )
-        yield CounterMetricFamily("probemon_failures", "Callbacks and sinks that failed", value=self._run.n_failures)
+        self._scraped.routing.begin(recorder)
+        try:
+            yield
+        finally:
+            self._scraped.routing.end(recorder)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _follow(self, run: MonitorRun, exemplar: Mapping[str, str]) -> None:
+        pack = run.manager.pack
+        probes = pack.find_all(self._concepts) if self._concepts else []  # each once
+        with self._lock:
+            if run in self._open:
+                raise ConfigError("these metrics follow this run already: what it does would be counted twice")
+            named = self._named | {pack.concepts[probe]["id"] for probe in probes}
+            if len(named) > MOST_NAMED:
+                some = ", ".join(sorted(named)[:5])
+                raise ConfigError(
+                    f"concepts are {len(named)} ({some}, ...), each a series of its own: name at most {MOST_NAMED}."
+                    " All of them are counted by level"
+                )
+            self._named = named
+            counts = RunCounts(self, run, probes, exemplar)
+            self._open.add(run)
+            self._scraped.arenas.add(run.manager.arena)
+            self._families["probemon_runs"].set(len(self._open))
+        if run.routing is not None:
+            self._scraped.routing.begin(run.routing)
+        run.follow(counts)
+
+    def family(self, name: str) -> Any:
+        """Return the object of a family, for `RunCounts`."""
+        return self._families[name]
+
+    def describe_run(self, labels: tuple[str, ...], before: tuple[str, ...] | None) -> None:
+        """Say what a run watches, and watched `before`. What was watched last is said until something else is."""
+        with self._lock:
+            if before is not None:
+                self._described[before] -= 1
+            self._described[labels] += 1
+            info = self._families["probemon_info"]
+            for one, n in self._described.items():
+                info.labels(*one).set(int(n > 0))
+
+    def set_highest(self, run: MonitorRun, name: str, value: float) -> None:
+        """Say what a run says of a gauge, which shows the highest of all open runs."""
+        with self._lock:
+            self._highest[name][run] = value
+            self._families[name].set(max(self._highest[name].values()))
+
+    def add_audit(self, audit: Audit) -> None:
+        """Add what audited tokens say."""
+        self._scraped.add_audit(audit)
+
+    def end_run(self, run: MonitorRun, labels: tuple[str, ...]) -> None:
+        """Forget a run that has ended; what was counted stays."""
+        with self._lock:
+            self._open.discard(run)
+            self._described[labels] -= 1
+            self._families["probemon_runs"].set(len(self._open))
+            for name, values in self._highest.items():
+                if values.pop(run, None) is not None:
+                    self._families[name].set(max(values.values(), default=0))
+        self._scraped.arenas.read()
+        if run.routing is not None:
+            self._scraped.routing.end(run.routing)
+
+
+class _Request(Follower):
+    """Follows one run, for the request of which it is."""
+
+    def __init__(self, metrics: ProcessMetrics, request: str) -> None:
+        self._metrics, self._request = metrics, request[:_MOST_CHARACTERS]
+
+    def began(self, run: MonitorRun) -> None:
+        self._metrics._follow(run, {"request": self._request})

@@ -1,121 +1,125 @@
-"""Metrics of routing for Prometheus: what routers decided, what was not seen, which alerts hold, what it cost.
+"""RoutingSums: routing for Prometheus: what routers decided, what was not seen, which alerts hold, what it cost.
 
-    from prometheus_client import start_http_server
+sums = RoutingSums()                    # of a process
+sums.begin(run.routing); ...; sums.end(run.routing)
+for family in sums.collect(): ...
 
-    with RoutingMonitor(model) as monitor, RoutingMetrics(monitor):       # or run.routing, of manager.attach(routing=)
-        start_http_server(9464)                       # http://localhost:9464/metrics
-        model.generate(**inputs)
-
-All of it is read from the recorder's report when somebody scrapes. Needs the extra `metrics`.
+What counts is added up over all recorders that there were. Metrics of routers, of which a model of many layers of
+experts has some hundreds, are those of recorders that are open, or of the last that was.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
-from probemon.errors import ConfigError
-from probemon.telemetry.collector import Collector
 from probemon.telemetry.latency import BUCKETS
+from probemon.telemetry.metric_families import FAMILIES
 from probemon.telemetry.recorder import RoutingRecorder
 from probemon.telemetry.statistics import METRICS
 
-_TIMED = {
-    "forward": "Time that a forward of the host took",
-    "controller": "Time that the controller of a BEM adapter took in a forward",
-    "token": "Time from one generated token to the next",
-}
+_ROUTER = ("site", "layer", "level")
+_Sample = tuple[str, tuple[str, ...]]  # the name of a family, and labels
 
 
-class RoutingMetrics(Collector):
-    """A collector over one recorder of routing, registered while its `with` block is open.
+class RoutingSums:
+    """Any thread may ask."""
 
-    Each router is a series of every metric, so a model of many layers of experts has some hundreds. `registry` is the
-    client's default one, or yours. Raises `MissingExtra`, and `ConfigError` where a registry holds these series
-    already.
-    """
+    def __init__(self) -> None:
+        self._open: list[RoutingRecorder] = []
+        self._ended: _Snapshot | None = None  # its counts are of all that have ended
+        self._lock = threading.Lock()
 
-    def __init__(self, routing: RoutingRecorder, *, registry: Any = None) -> None:
-        if not isinstance(routing, RoutingRecorder):
-            raise ConfigError(
-                f"routing is {type(routing).__name__}: give a RoutingMonitor, or run.routing of"
-                " manager.attach(..., routing=True)"
-            )
-        super().__init__(registry)
-        self._routing = routing
+    def begin(self, recorder: RoutingRecorder) -> None:
+        """Show what a recorder says."""
+        with self._lock:
+            self._open.append(recorder)
+
+    def end(self, recorder: RoutingRecorder) -> None:
+        """Keep what it counted, and its last metrics."""
+        with self._lock:
+            self._open.remove(recorder)
+            snapshot = _Snapshot.of(recorder)
+            self._ended = snapshot if self._ended is None else snapshot.after(self._ended)
 
     def collect(self) -> Iterator[Any]:
-        """Yield every family as it is now, for `prometheus_client`."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-        from prometheus_client.utils import floatToGoString
+        """Yield every family as it is now; none before the first recorder."""
+        with self._lock:
+            now = self._ended
+            if self._open:
+                of_open = reduce(lambda before, one: one.beside(before), map(_Snapshot.of, self._open))
+                now = of_open if now is None else of_open.after(now)
+        if now is not None:
+            yield from now.families()
 
-        report = self._routing.report()
-        family: Metric
-        family = CounterMetricFamily(
-            "probemon_routing_tokens", "Tokens of the host, by whether their routing was seen", labels=["seen"]
-        )
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What recorders said: `counts` and `gauges` by family and labels, `histograms` by kind."""
+
+    counts: Counter[_Sample]
+    gauges: Mapping[_Sample, float]
+    histograms: Mapping[str, tuple[list[int], float]]
+
+    @classmethod
+    def of(cls, recorder: RoutingRecorder) -> _Snapshot:
+        report = recorder.report()
+        counts = Counter[_Sample]()
+        gauges: dict[_Sample, float] = {}
         for seen, name in (("yes", "n_tokens"), ("no", "n_unseen")):
-            family.add_metric([seen], report[name])
-        yield family
-        names = ("site", "layer", "level")
-        decided = CounterMetricFamily(
-            "probemon_routing_decisions", "Tokens that a router decided about, by what it gave", labels=[*names, "what"]
-        )
-        metrics = GaugeMetricFamily(
-            "probemon_routing",
-            "A metric of a router over all tokens so far: see docs/routing.md",
-            labels=[*names, "metric"],
-        )
+            counts["probemon_routing_tokens_total", (seen,)] = report[name]
         for stream in report["streams"]:
-            labels = [str(stream[name]) for name in names]
+            router = tuple(str(stream[name]) for name in _ROUTER)
             for what, name in (("finite", "n_tokens"), ("not_finite", "n_not_finite")):
-                decided.add_metric([*labels, what], stream[name])
-            for metric in METRICS:
-                if metric in stream:
-                    metrics.add_metric([*labels, metric], stream[metric])
-        yield from (decided, metrics)
-        family = GaugeMetricFamily(
-            "probemon_recurrent",
-            "A metric of a recurrent layer over all tokens so far: see docs/recurrent-hosts.md",
-            labels=["site", "metric"],
-        )
+                counts["probemon_routing_decisions_total", (*router, what)] = stream[name]
+            gauges |= {("probemon_routing", (*router, name)): stream[name] for name in METRICS if name in stream}
         for site, told in report["states"].items():
-            for metric, value in told.items():
-                if value is not None:
-                    family.add_metric([site, metric], value)
-        yield family
-        family = GaugeMetricFamily(
-            "probemon_routing_alerts", "Alerts of routing that hold now, by their rule", labels=["kind"]
-        )
-        kinds = [alert.kind for alert in self._routing.alerts]
-        for kind in self._routing.kinds:
-            family.add_metric([kind], kinds.count(kind))
-        yield family
-        yield CounterMetricFamily(
-            "probemon_routing_alerts_raised", "Alerts of routing that were raised so far", value=report["n_alerts"]
-        )
-        family = GaugeMetricFamily(
-            "probemon_routing_unjudged",
-            "Tokens that a rule needs before it can be judged: until then no alert says nothing",
-            labels=["kind"],
-        )
-        for kind, needed in sorted(report["unjudged"].items()):
-            family.add_metric([kind], needed)
-        yield family
-        family = GaugeMetricFamily(
-            "probemon_routing_capture_seconds", "Time that a decision's capture took", labels=["percentile"]
-        )
+            gauges |= {("probemon_recurrent", (site, name)): value for name, value in told.items() if value is not None}
+        kinds = [alert.kind for alert in recorder.alerts]
+        gauges |= {("probemon_routing_alerts", (kind,)): kinds.count(kind) for kind in recorder.kinds}
+        counts["probemon_routing_alerts_raised_total", ()] = report["n_alerts"]
+        gauges |= {("probemon_routing_unjudged", (kind,)): n for kind, n in report["unjudged"].items()}
         for name, value in report["latency_us"].items():
             if value is not None:
-                family.add_metric([name.removeprefix("p")], value / 1e6)
-        yield family
-        for kind, (counts, total) in self._routing.latency.histograms().items():
+                gauges["probemon_routing_capture_seconds", (name.removeprefix("p"),)] = value / 1e6
+        gauges["probemon_routing_memory_watermark_bytes", ()] = report["memory_watermark_bytes"]
+        return cls(counts, gauges, recorder.latency.histograms())
+
+    def after(self, before: _Snapshot) -> _Snapshot:
+        """Return this with the counts of another before it."""
+        histograms = dict(before.histograms)
+        for kind, (counts, total) in self.histograms.items():
+            known = histograms.get(kind, ([0] * len(counts), 0.0))
+            histograms[kind] = ([a + b for a, b in zip(counts, known[0], strict=True)], total + known[1])
+        counts = Counter(before.counts)
+        counts.update(self.counts)
+        return _Snapshot(counts, self.gauges, histograms)
+
+    def beside(self, other: _Snapshot) -> _Snapshot:
+        """Return this with counts and metrics of another that goes on; of what both have, these metrics."""
+        return replace(self.after(other), gauges={**other.gauges, **self.gauges})
+
+    def families(self) -> Iterator[Any]:
+        """Yield them for `prometheus_client`, in the order of the table."""
+        from prometheus_client.core import HistogramMetricFamily
+        from prometheus_client.utils import floatToGoString
+
+        samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for (name, labels), value in sorted({**self.counts, **self.gauges}.items()):
+            samples.setdefault(name, []).append((labels, value))
+        for name, family in FAMILIES.items():
+            if name in samples:
+                metric = family.scraped()
+                for labels, value in samples[name]:
+                    metric.add_metric(labels, value)
+                yield metric
+        for kind, (counts, total) in self.histograms.items():
+            family = FAMILIES[f"probemon_{kind}_seconds"]
             ends = [*map(floatToGoString, BUCKETS), "+Inf"]
             buckets = list(zip(ends, itertools.accumulate(counts), strict=True))
-            yield HistogramMetricFamily(f"probemon_{kind}_seconds", _TIMED[kind], buckets=buckets, sum_value=total)
-        yield GaugeMetricFamily(
-            "probemon_routing_memory_watermark_bytes",
-            "The most memory that was in use",
-            value=report["memory_watermark_bytes"],
-        )
+            yield HistogramMetricFamily(family.name, family.help, buckets=buckets, sum_value=total)

@@ -105,3 +105,34 @@ def test_a_token_that_is_not_seen_does_what_the_file_says(parts, on_blind, own):
 def test_what_a_server_cannot_do_is_refused(parts):
     with pytest.raises(ConfigError, match=r"serve\.json has sinks"):
         served_by(parts, sinks=[{"kind": "jsonl", "path": "scores.jsonl"}])
+
+
+def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
+    served = served_by(parts, metrics={"concepts": ["c1", "c3*"]})
+    running = Running(served, token=None)
+    try:
+        answers = [running.ask("POST", "/v1/chat/completions", BODY, Authorization=None) for _ in range(2)]
+        text = running.ask("GET", "/metrics", Authorization=None).content.decode()
+        exemplars = running.ask("GET", "/metrics", Authorization=None, Accept="application/openmetrics-text")
+    finally:
+        running.close()
+    usage = [json.loads(answer.content)["usage"] for answer in answers]
+    found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    n_prompt, n_generated = (sum(one[f"{what}_tokens"] for one in usage) for what in ("prompt", "completion"))
+    assert found['probemon_answer_tokens_total{what="prompt"}'] == n_prompt > 0
+    assert found['probemon_tokens_total{phase="prompt",unseen=""}'] == n_prompt
+    # The last token of each answer is never run, and the forwards of the canary are no answers.
+    assert found['probemon_tokens_total{phase="generated",unseen=""}'] == n_generated - 2
+    assert found["probemon_forward_overhead_seconds_count"] == n_generated
+    named = {line for line in found if line.startswith("probemon_fired_total{")}
+    assert len(named) == 11 and 'probemon_fired_total{concept="c39"}' in named
+    [info] = [line for line in found if line.startswith("probemon_info") and found[line]]
+    assert f'deployment="{served.deployment.sha256}"' in info
+    ids = {json.loads(answer.content)["id"] for answer in answers}
+    assert exemplars.headers["content-type"].startswith("application/openmetrics-text")
+    assert any(f'# {{request="{one}"}}' in exemplars.content.decode() for one in ids)
+
+
+def test_a_server_has_no_second_port_for_metrics(parts):
+    with pytest.raises(ConfigError, match="a server shows them at /metrics of its own"):
+        served_by(parts, metrics={"port": 9464})

@@ -130,10 +130,11 @@ def test_a_monitor_reports_latencies_of_a_generation_and_alerts_of_its_limits():
 
 def test_prometheus_gets_histograms_and_not_percentiles():
     registry = pytest.importorskip("prometheus_client").CollectorRegistry()
-    from probemon.telemetry.routing_metrics import RoutingMetrics
+    from probemon.telemetry.metrics import ProcessMetrics
 
     model = make_model()
-    with RoutingMonitor(model, bem=make_bem(model)) as monitor, RoutingMetrics(monitor, registry=registry):
+    metrics = ProcessMetrics(registry=registry)
+    with RoutingMonitor(model, bem=make_bem(model)) as monitor, metrics.routing(monitor):
         model.generate(PROMPT, **GREEDY)
         for kind, n in (("forward", 8), ("controller", 8), ("token", 7)):
             assert registry.get_sample_value(f"probemon_{kind}_seconds_count") == n

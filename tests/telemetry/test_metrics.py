@@ -1,231 +1,424 @@
-"""Metrics: what a real Prometheus reads equals what the run's result says."""
+"""Metrics of a process: what a real Prometheus reads is what the results of its runs say, added up."""
 
-import json
+import os
+import re
 import shutil
-import socket
 import subprocess
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from blinded import Blinded
+from conftest import make_model, make_pack
 from probemon import DynamicProbeManager
-from probemon.errors import ConfigError
+from probemon.core.scores import COUNTS
+from probemon.errors import ConfigError, UnknownConcept
+from probemon.monitor.breaker import Breaker
+from probemon.monitor.budget import Budget
+from probemon.monitor.drift import DriftMonitor
+from probemon.monitor.rungs import NAMES, OFF
+from probemon.monitor.sinks import CallbackSink, MemorySink
 from probemon.telemetry import RoutingMonitor, Rule
-from probemon.telemetry.metrics import RunMetrics
-from probemon.telemetry.routing_metrics import RoutingMetrics
+from probemon.telemetry.exposition import served
+from probemon.telemetry.metric_families import FAMILIES, SERVER, table
+from probemon.telemetry.metrics import ProcessMetrics
 from probemon.telemetry.statistics import METRICS
+from prometheus_server import Prometheus
 from routed_hosts import make_moe
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
 MASK = (PROMPTS != 0).long()
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
-def generate(model):
-    return model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=6, do_sample=False)
+def generate(model, **options):
+    return model.generate(PROMPTS, attention_mask=MASK, **{"max_new_tokens": 6, "do_sample": False, **options})
 
 
-def read(registry):
+def fresh(*concepts):
+    return ProcessMetrics(concepts=concepts, registry=CollectorRegistry())
+
+
+def read(metrics):
     """`{(name, labels): value}` of an exposition, parsed by the client."""
-    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return parsed(metrics.text()[0].decode())
+
+
+def parsed(text):
+    families = text_string_to_metric_families(text)
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def test_counts_are_those_of_the_result(model, pack):
-    manager, registry = DynamicProbeManager(pack, audit_rate=0.5), CollectorRegistry()
-    with manager.attach(model) as run, RunMetrics(run, concepts=["c1", "c30"], registry=registry):
-        out = generate(model)
-        found = read(registry)
-    result = run.result(out)
-    scored, n_fired = (
-        int(result.coverage.seen.sum()),
-        np.bincount(result.scores.probes[result.scores.fired_mask], minlength=pack.n_probes),
-    )
-    assert (
-        sum(
-            value
-            for (name, labels), value in found.items()
-            if name == "probemon_tokens_total" and ("unseen", "") in labels
-        )
-        == scored
-        > 0
-    )
-    for name in ("active", "dropped", "not_reached", "evaluated"):
-        assert found["probemon_probes_total", (("what", name),)] == getattr(result.coverage, name).sum()
-    assert found["probemon_probes_total", (("what", "fired"),)] == n_fired.sum() > 0
+def of(found, name, **labels):
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def test_counts_are_those_of_the_results_over_all_runs(model, pack):
+    manager, metrics = DynamicProbeManager(pack, audit_rate=0.5), fresh("c1", "c30")
+    results, seconds = [], []
+    for columns in (5, 4):
+        with manager.attach(model) as run:
+            run.follow(metrics)
+            out = generate(model, max_new_tokens=columns)
+        results.append(run.result(out))
+        seconds += run.forward_seconds
+    found = read(metrics)
+    coverage = [result.coverage for result in results]
+    for phase, number in (("prompt", 0), ("generated", 1)):
+        seen = sum(int((result.coverage.seen & (result.phase == number)).sum()) for result in results)
+        assert of(found, "probemon_tokens_total", phase=phase, unseen="") == seen > 0
+    for name in COUNTS:
+        assert of(found, "probemon_probes_total", what=name) == sum(getattr(one, name).sum() for one in coverage)
+    probes = np.concatenate([result.scores.probes for result in results])
+    fired = np.concatenate([result.scores.fired_mask for result in results])
+    assert of(found, "probemon_probes_total", what="fired") == fired.sum() > 0
+    level = pack.tree.level[probes]
+    for number in np.unique(pack.tree.level).tolist():
+        at = level == number
+        assert of(found, "probemon_level_probes_total", level=str(number), what="active") == at.sum()
+        assert of(found, "probemon_level_probes_total", level=str(number), what="fired") == (at & fired).sum()
     for concept in ("c1", "c30"):
-        assert found["probemon_fired_total", (("concept", concept),)] == n_fired[pack.find(concept)]
-    assert found["probemon_audit_total", (("sum", "tokens"),)] == result.audit.n_tokens > 0
-    recall = result.audit.firing_recall
-    assert found["probemon_audit_recall", (("bound", "low"), ("of", "firing"))] == recall.low
-    assert found["probemon_hook_seconds", (("percentile", "95"),)] == np.percentile(run.forward_seconds, 95)
-    assert found["probemon_arena_slots", (("what", "slots"),)] == pack.n_probes
+        n = (fired & (probes == pack.find(concept))).sum()
+        assert of(found, "probemon_fired_total", concept=concept) == n
+    audit = results[0].audit + results[1].audit
+    for name, value in audit.as_dict().items():
+        if name != "n_probes":
+            assert of(found, "probemon_audit_total", sum=name.removeprefix("n_")) == pytest.approx(value)
+    assert of(found, "probemon_audit_recall", of="firing", bound="low") == pytest.approx(audit.firing_recall.low)
+    assert of(found, "probemon_forward_overhead_seconds_count") == len(seconds) == 9
+    assert of(found, "probemon_forward_overhead_seconds_sum") == pytest.approx(sum(seconds))
+    assert of(found, "probemon_forward_overhead_seconds_bucket", le="0.001") == sum(s <= 0.001 for s in seconds)
+    assert of(found, "probemon_watched_seconds_total") > sum(seconds)
+    assert of(found, "probemon_arena_slots", what="slots") == pack.n_probes
+    assert of(found, "probemon_arena_total", what="hits") == manager.arena.stats().hits > 0
+    assert of(found, "probemon_info", pack="random", probes="40", kernel=manager.impl, deployment="") == 1
 
 
-def test_metrics_of_routing_are_those_of_the_report():
-    model, registry = make_moe(), CollectorRegistry()
-    with RoutingMonitor(model, rules=(Rule("flips", "flip_rate", raise_at=0.01, clear_at=0.0, window=8),)) as monitor:
-        with RoutingMetrics(monitor, registry=registry):
-            generate(model)
-            found = read(registry)
-        assert generate_latest(registry) == b""
-    report = monitor.report()
-    assert found["probemon_routing_tokens_total", (("seen", "yes"),)] == report["n_tokens"] > 0
-    for stream in report["streams"]:
-        router = {name: str(stream[name]) for name in ("site", "layer", "level")}
-        of = {name: value for name, value in stream.items() if name in METRICS}
-        assert len(of) > 8
-        for metric, value in of.items():
-            assert found["probemon_routing", tuple(sorted({**router, "metric": metric}.items()))] == value
-    assert found["probemon_routing_alerts", (("kind", "flips"),)] == len(report["alerts"])
-    assert found["probemon_routing_alerts_raised_total", ()] == report["n_alerts"]
-    percentile = found["probemon_routing_capture_seconds", (("percentile", "95"),)]
-    assert percentile == pytest.approx(report["latency_us"]["p95"] / 1e6)
-    with pytest.raises(ConfigError, match="give a RoutingMonitor"):
-        RoutingMetrics(model)
+def test_levels_from_15_on_are_one(model, tmp_path):
+    concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": [f"c{i - 1}"] if i else []} for i in range(20)]
+    deep = make_pack(tmp_path / "deep", model, n=20, concepts=concepts, alert_threshold=torch.full((20,), 1e-6))
+    metrics = fresh()
+    with DynamicProbeManager(deep, load_threshold=1e-9).attach(model) as run:
+        run.follow(metrics)
+        out = generate(model)
+    scores = run.result(out).scores
+    level, found = deep.tree.level[scores.probes], read(metrics)
+    assert of(found, "probemon_level_probes_total", level="14", what="active") == (level == 14).sum() > 0
+    assert of(found, "probemon_level_probes_total", level="15+", what="active") == (level >= 15).sum() > 0
+    assert max(level) == 19
 
 
-def test_why_tokens_were_not_seen_is_told(model, pack):
-    registry = CollectorRegistry()
+def test_open_runs_events_failures_and_what_sinks_took(model, pack):
+    metrics, heard = fresh(), []
+
+    def broken(batch):
+        raise ValueError("broken")
+
+    with DynamicProbeManager(pack).attach(model, callback_errors="report") as run:
+        run.on("c1", above=0.0, action="record")
+        run.on("c2", above=0.0, action=heard.append)
+        run.follow(metrics)
+        assert of(read(metrics), "probemon_runs") == 1
+        run.add_sink(MemorySink())
+        run.add_sink(CallbackSink(broken))
+        out = generate(model)
+    found = read(metrics)
+    actions = [event.concept for event in run.events]
+    assert of(found, "probemon_events_total", action="record") == actions.count("c1") > 0
+    assert of(found, "probemon_events_total", action="call") == actions.count("c2") == len(heard)
+    assert of(found, "probemon_events_total", action="stop") == 0
+    n = int(run.result(out).coverage.seen.sum())
+    assert of(found, "probemon_sink_tokens_total", what="written") == n
+    assert of(found, "probemon_sink_tokens_total", what="dropped") == n
+    assert of(found, "probemon_failures_total") == run.n_failures == 1 and of(found, "probemon_runs") == 0
+
+
+def test_gaps_and_why_tokens_were_not_seen_are_told_in_a_closed_set(model, pack):
+    metrics = fresh()
 
     def spoil(module, args, output):
         hidden = output.clone()
         hidden[0, -1] = float("nan")
         return hidden
 
+    with DynamicProbeManager(pack).attach(model, on_gap=lambda gap: None) as run:
+        run.follow(metrics)
+        with Blinded(model, lost={2, 4}):
+            generate(model, eos_token_id=None)
+    found = read(metrics)
+    assert of(found, "probemon_gaps_total") == run.n_gaps == 2
+    assert of(found, "probemon_tokens_total", phase="generated", unseen="gap") == 4
     handle = model.model.layers[1].register_forward_hook(spoil)
     try:
-        with DynamicProbeManager(pack).attach(model) as run, RunMetrics(run, registry=registry):
+        with DynamicProbeManager(pack).attach(model) as run:
+            run.follow(metrics)
             out = generate(model)
-            found = read(registry)
     finally:
         handle.remove()
-    reasons = [
-        reason
-        for reason, seen in zip(run.result(out).coverage.unseen, run.result(out).coverage.seen, strict=True)
-        if not seen
-    ]
-    told = {
-        labels: value
-        for (name, labels), value in found.items()
-        if name == "probemon_tokens_total" and ("unseen", "") not in labels
-    }
-    assert sum(told.values()) == sum("finite" in reason for reason in reasons) > 0
+    n = sum("finite" in reason for reason in run.result(out).coverage.unseen)
+    found = read(metrics)
+    told = [of(found, "probemon_tokens_total", phase=phase, unseen="not_finite") for phase in ("prompt", "generated")]
+    assert sum(told) == n > 0
+    assert {dict(labels)["unseen"] for name, labels in found if name == "probemon_tokens_total"} == {
+        "", "gap", "not_finite", "budget", "failed", "other"
+    }  # fmt: skip
 
 
-def test_one_registry_holds_one_run_and_is_given_back(model, pack):
-    registry = CollectorRegistry(auto_describe=True)
-    with DynamicProbeManager(pack).attach(model) as run:
-        with (
-            RunMetrics(run, registry=registry),
-            pytest.raises(ConfigError, match="another run"),
-            RunMetrics(run, registry=registry),
-        ):
-            pass
-        with RunMetrics(run, registry=registry):
-            assert b"probemon_info" in generate_latest(registry)
-    assert generate_latest(registry) == b""
+def test_what_a_budget_leaves_out_is_shown_by_rung(model, pack):
+    metrics = fresh()
+    with DynamicProbeManager(pack).attach(model, budget=Budget(ms=1e-6)) as run:  # always too little
+        run.follow(metrics)
+        out = generate(model, max_new_tokens=60, eos_token_id=None)
+        found = read(metrics)
+        assert of(found, "probemon_budget_rung") == NAMES.index(run.budget.rung) == OFF
+        other = DynamicProbeManager(pack).attach(model, budget=Budget(ms=1e6))
+        other.follow(metrics)  # the gauge is of the run that leaves out most
+        assert of(read(metrics), "probemon_budget_rung") == OFF
+    shed = {dict(labels)["rung"]: n for (name, labels), n in found.items() if name.endswith("shed_tokens_total")}
+    assert shed == {name: run.budget.tokens[name] for name in NAMES[1:]} and shed["off"] > 0 < shed["depth"]
+    n = sum("budget" in reason for reason in run.result(out).coverage.unseen)
+    assert of(found, "probemon_tokens_total", phase="generated", unseen="budget") == n > 0
+    assert of(read(metrics), "probemon_budget_rung") == 0
+
+
+def test_an_open_breaker_is_shown_while_it_is_open(model, pack):
+    metrics, manager = fresh(), DynamicProbeManager(pack)
+    begin, calls = manager.begin, []
+
+    def fail_once(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("broken")
+        return begin(*arguments)
+
+    manager.begin = fail_once
+    breaker = Breaker(errors=1, retry_after=1e6)
+    with manager.attach(model, breaker=breaker, callback_errors="report") as run:
+        run.follow(metrics)
+        generate(model, eos_token_id=None)
+        found = read(metrics)
+    assert of(found, "probemon_breaker_open") == 1 and of(read(metrics), "probemon_breaker_open") == 0
+    # Of five steps of two rows the third failed, and the two after it were in its pause.
+    assert of(found, "probemon_tokens_total", phase="generated", unseen="failed") == 6
+    assert of(found, "probemon_tokens_total", phase="generated", unseen="") == 4
+    assert of(found, "probemon_failures_total") == run.n_failures == 1
+
+
+def test_drift_alarms_are_shown_by_kind(pack, tmp_path):
+    manager, host, metrics = DynamicProbeManager(pack), make_model(), fresh()
+
+    def watch(drift):
+        with manager.attach(host, drift=drift) as run:
+            run.follow(metrics)
+            host(torch.randint(1, 60, (100, 6)))
+
+    before = DriftMonitor(manager)
+    watch(before)
+    before.freeze(tmp_path / "reference.json")
+    drift = DriftMonitor(manager, tmp_path / "reference.json")
+    with torch.no_grad():
+        host.model.layers[0].mlp.down_proj.weight.mul_(3)
+    with pytest.warns(UserWarning, match="weights"):
+        watch(drift)
+    found = read(metrics)
+    shown = {dict(labels)["kind"]: n for (name, labels), n in found.items() if name == "probemon_drift_alarms"}
+    assert shown == drift.counts() and shown["host"] == 1
+
+
+def test_exemplars_are_of_the_request_and_its_trace_and_bounded(model, pack):
+    trace = pytest.importorskip("opentelemetry.trace")
+    span = trace.NonRecordingSpan(trace.SpanContext(0xABC, 0x1, is_remote=False))
+    metrics = fresh()
+    with DynamicProbeManager(pack).attach(model) as run, trace.use_span(span):
+        run.follow(metrics.for_request("r" * 500))
+        generate(model)
+    text, content_type = metrics.text(OPENMETRICS)
+    assert "openmetrics" in content_type and "trace_id" not in metrics.text()[0].decode()
+    [family] = [f for f in openmetrics_families(text.decode()) if f.name == "probemon_forward_overhead_seconds"]
+    exemplars = [sample.exemplar for sample in family.samples if sample.exemplar]
+    assert exemplars and all(one.labels == {"request": "r" * 64, "trace_id": f"{0xABC:032x}"} for one in exemplars)
+    assert run.n_failures == 0
+
+
+def test_concepts_that_are_too_many_or_none_are_refused_by_name(model, tmp_path):
+    many = make_pack(tmp_path / "many", model, n=101)
+    metrics = fresh(re.compile(".*"))
+    with DynamicProbeManager(many).attach(model) as run:
+        with pytest.raises(ConfigError, match=r"concepts are 101 \(c0, c1, c10, c100, c11, ...\).* at most 100"):
+            run.follow(metrics)
+        with pytest.raises(UnknownConcept, match="nothing like it"):
+            run.follow(fresh("nothing like it"))
+        metrics = fresh("c1", "c1*", "concept 1")  # named twice, it is one series
+        run.follow(metrics)
+        with pytest.raises(ConfigError, match="follow this run already"):
+            run.follow(metrics)
+    with pytest.raises(ConfigError, match="one ProcessMetrics is for all runs"):
+        ProcessMetrics(registry=metrics.registry)
+    lines = metrics.text()[0].decode().splitlines()
+    assert sum(line.startswith('probemon_fired_total{concept="c1"}') for line in lines) == 1
+
+
+def test_series_do_not_grow_with_concepts(model, tmp_path):
+    n_series = []
+    for n in (400, 8000):
+        concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": [f"c{i // 2}"] if i else []} for i in range(n)]
+        pack, metrics = make_pack(tmp_path / str(n), model, n=n, concepts=concepts), fresh()
+        with DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run:
+            run.follow(metrics)
+            generate(model)
+        n_series.append(len(read(metrics)))
+    # Of a tree with 20 times as many concepts, 5 levels more: each has 2 sums, and their beginnings.
+    assert n_series[1] < 200 and n_series[1] - n_series[0] <= 5 * 4
+
+
+def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
+    model, metrics = make_moe(), fresh()
+    rules = (Rule("flips", "flip_rate", raise_at=0.01, clear_at=0.0, window=8),)
+    n_tokens = n_raised = 0
+    for _ in range(2):
+        with RoutingMonitor(model, rules=rules) as monitor, metrics.routing(monitor):
+            generate(model)
+            found = read(metrics)
+        report = monitor.report()
+        n_tokens, n_raised = n_tokens + report["n_tokens"], n_raised + report["n_alerts"]
+        assert of(found, "probemon_routing_tokens_total", seen="yes") == n_tokens > 0
+        assert of(found, "probemon_routing_alerts_raised_total") == n_raised
+        for stream in report["streams"]:
+            router = {name: str(stream[name]) for name in ("site", "layer", "level")}
+            values = {name: value for name, value in stream.items() if name in METRICS}
+            assert len(values) > 8
+            for metric, value in values.items():
+                assert of(found, "probemon_routing", **router, metric=metric) == value
+        assert of(found, "probemon_routing_alerts", kind="flips") == len(report["alerts"])
+        percentile = of(found, "probemon_routing_capture_seconds", percentile="95")
+        assert percentile == pytest.approx(report["latency_us"]["p95"] / 1e6)
+        assert of(found, "probemon_forward_seconds_count") == report["seconds"]["forward"]["n"] * (1 + _)
+    after = read(metrics)
+    assert of(after, "probemon_routing_tokens_total", seen="yes") == n_tokens
+    with pytest.raises(ConfigError, match="give a RoutingMonitor"), metrics.routing(model):
+        pass
+
+
+def test_routing_of_a_run_is_in_its_metrics(tmp_path):
+    host, metrics = make_moe(), fresh()
+    with DynamicProbeManager(make_pack(tmp_path / "pack", host)).attach(host, routing=True) as run:
+        run.follow(metrics)
+        generate(host)
+        assert of(read(metrics), "probemon_routing_tokens_total", seen="yes") == run.routing.report()["n_tokens"] > 0
+    assert of(read(metrics), "probemon_routing_tokens_total", seen="yes") == run.routing.report()["n_tokens"]
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 def test_a_prometheus_server_reads_them(model, pack, tmp_path):
-    registry, host = CollectorRegistry(), make_moe()
+    metrics, host = fresh("c1"), make_moe()
     with (
         DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run,
         RoutingMonitor(host) as routing,
-        RunMetrics(run, concepts=["c1"], registry=registry),
-        RoutingMetrics(routing, registry=registry),
+        metrics.routing(routing),
+        served(metrics.registry, 0) as port,
     ):
+        run.follow(metrics)
         out = generate(model)
         generate(host)
-        server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-        try:
-            with prometheus(tmp_path, server.server_port) as ask:
-                tokens = ask('sum(probemon_tokens_total{unseen=""})')
-                fired = ask('probemon_fired_total{concept="c1"}')
-                recall = ask('probemon_audit_recall{of="firing",bound="value"}')
-                entropy = ask('sum(probemon_routing{metric="decision_entropy"})')
-                names = ask.api("label/__name__/values")
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-        exposition = generate_latest(registry)
+        with Prometheus(tmp_path, {"probemon": [f"127.0.0.1:{port}"]}) as prometheus:
+            tokens = prometheus.ask('sum(probemon_tokens_total{unseen=""})')
+            fired = prometheus.ask('probemon_fired_total{concept="c1"}')
+            recall = prometheus.ask('probemon_audit_recall{of="firing",bound="value"}')
+            entropy = prometheus.ask('sum(probemon_routing{metric="decision_entropy"})')
+            names = prometheus.api("label/__name__/values")
+    exposition, _ = metrics.text()
     result = run.result(out)
     assert tokens == result.coverage.seen.sum() and recall == pytest.approx(result.audit.firing_recall.value, abs=1e-12)
     assert fired == ((result.scores.probes == pack.find("c1")) & result.scores.fired_mask).sum()
     assert entropy == pytest.approx(sum(stream["decision_entropy"] for stream in routing.report()["streams"]))
-    assert {"probemon_info", "probemon_arena_total", "probemon_hook_seconds"} <= set(names)
+    assert {"probemon_info", "probemon_arena_total", "probemon_forward_overhead_seconds_bucket"} <= set(names)
     checked = subprocess.run(["promtool", "check", "metrics"], input=exposition, capture_output=True)
     assert checked.returncode == 0 and not checked.stderr, checked.stderr.decode()
 
 
-class prometheus:
-    """A server that scrapes one port each second; `ask(query)` waits for a number."""
+# As a server that loads first and forks then: each worker has a ProcessMetrics of its own.
+_PROCESSES = """
+import os, sys
+import torch
+from prometheus_client import multiprocess
+from conftest import make_model
+from probemon import DynamicProbeManager, ProbePack
+from probemon.telemetry.metrics import ProcessMetrics
 
-    def __init__(self, folder, port):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        config = {
-            "scrape_configs": [
-                {
-                    "job_name": "probemon",
-                    "scrape_interval": "1s",
-                    "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
-                }
-            ]
-        }
-        (folder / "prometheus.json").write_text(json.dumps(config))
-        self.log = (folder / "log").open("w")
-        self.command = [
-            "prometheus",
-            f"--config.file={folder / 'prometheus.json'}",
-            f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{self.port}",
-        ]
-
-    def __enter__(self):
-        self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log)
-        return self
-
-    def __exit__(self, *error):
-        self.process.terminate()
-        self.process.wait(timeout=30)
-        self.log.close()
-
-    def __call__(self, query):
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            try:
-                found = self.api(f"query?{urllib.parse.urlencode({'query': query})}")["result"]
-            except (urllib.error.URLError, ConnectionError):  # not up yet
-                found = []
-            if found:
-                return float(found[0]["value"][1])
-            time.sleep(0.2)
-        raise AssertionError(f"no answer to {query}")
-
-    def api(self, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/{path}", timeout=10) as answer:
-            return json.load(answer)["data"]
+model, pack = make_model(), ProbePack.open(sys.argv[1])
+manager = DynamicProbeManager(pack, impl="cpu")
+workers = []
+for n_tokens in (4, 5, 6):
+    pid = os.fork()
+    if not pid:
+        metrics = ProcessMetrics(concepts=["c1"])
+        with manager.attach(model) as run:
+            run.follow(metrics)
+            out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=n_tokens, do_sample=False, eos_token_id=None)
+        probes = run.result(out).scores.probes[run.result(out).scores.fired_mask]
+        print("fired", int((probes == pack.find("c1")).sum()), flush=True)
+        if n_tokens == 6:
+            print(metrics.text()[0].decode(), flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    workers.append(pid)
+for pid in workers:
+    multiprocess.mark_process_dead(pid)
+print("after")
+print(ProcessMetrics().text()[0].decode())
+"""
 
 
-def test_a_concept_named_twice_is_one_series(model, pack):
-    registry = CollectorRegistry()
-    with (
-        DynamicProbeManager(pack).attach(model) as run,
-        RunMetrics(run, concepts=["c1", "c1*", "concept 1"], registry=registry),
-    ):
-        lines = [
-            line
-            for line in generate_latest(registry).decode().splitlines()
-            if line.startswith('probemon_fired_total{concept="c1"}')
-        ]
-    assert len(lines) == 1
+def test_three_processes_are_added_up(model, tmp_path):
+    make_pack(tmp_path / "pack", model)
+    (tmp_path / "together").mkdir()
+    environment = {
+        **os.environ,
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "together"),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/support'}",
+    }
+    command = [sys.executable, "-c", _PROCESSES, str(tmp_path / "pack")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    fired = sum(int(n) for n in re.findall(r"^fired (\d+)$", done.stdout, flags=re.MULTILINE))
+    before, after = re.sub(r"^fired .*\n", "", done.stdout, flags=re.MULTILINE).split("after\n")
+    for text, alive in ((before, True), (after, False)):
+        found = parsed(text)
+        # 3 tokens of the prompt, and all that were generated but the last, which is never run.
+        assert of(found, "probemon_tokens_total", phase="prompt", unseen="") == 9
+        assert of(found, "probemon_tokens_total", phase="generated", unseen="") == 3 + 4 + 5
+        assert of(found, "probemon_forward_overhead_seconds_count") == 4 + 5 + 6
+        assert of(found, "probemon_forward_overhead_seconds_bucket", le="+Inf") == 4 + 5 + 6
+        assert of(found, "probemon_fired_total", concept="c1") == fired > 0
+        assert of(found, "probemon_runs") == 0
+        assert (("probemon_info" in {name for name, _ in found}) == alive) and not any(
+            name.startswith("probemon_arena") for name, _ in found
+        )
+
+
+def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_path):
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert table() in page, "scripts/metrics_table.py writes it"
+    host, metrics = make_moe(), fresh("c1")
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", host), audit_rate=1.0)
+    with manager.attach(host, routing=True, budget=Budget(ms=1e6), drift=DriftMonitor(manager)) as run:
+        run.follow(metrics)
+        generate(host)
+    text = metrics.text()[0].decode()
+    exposed = {
+        (family.name, family.type): {name for s in family.samples for name in s.labels} - {"le"}
+        for family in text_string_to_metric_families(text)
+        if not family.name.endswith("_created")
+    }
+    known = {(family.stem, family.kind): set(family.labels) for family in FAMILIES.values() if family.where != SERVER}
+    unexposed = known.keys() - exposed.keys()
+    # What this host has none of, and what no run has here.
+    assert {name for name, _ in unexposed} <= {"probemon_recurrent", "probemon_controller_seconds"}
+    assert exposed == {family: labels for family, labels in known.items() if family not in unexposed}

@@ -10,8 +10,8 @@ from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.monitor.sinks import CallbackSink
 from probemon.telemetry import RoutingMonitor, RoutingSettings
+from probemon.telemetry.metrics import ProcessMetrics
 from probemon.telemetry.recurrent import StateMonitor
-from probemon.telemetry.routing_metrics import RoutingMetrics
 from recurrent_hosts import BATCH, GREEDY, make_host
 
 MASK = (BATCH != PAD).long()
@@ -52,7 +52,8 @@ def test_alerts_of_states_are_told_as_those_of_routers_are_and_scraped():
     host = make_host("mamba2")
     ids = torch.randint(1, 60, (1, 600), generator=torch.Generator().manual_seed(0))
     told, registry = [], CollectorRegistry()
-    with RoutingMonitor(host) as monitor, RoutingMetrics(monitor, registry=registry), torch.no_grad():
+    metrics = ProcessMetrics(registry=registry)
+    with RoutingMonitor(host) as monitor, metrics.routing(monitor), torch.no_grad():
         monitor.on_alert(told.append)
         kept = [layer.mixer.A_log.clone() for layer in host.backbone.layers]
         for layer in host.backbone.layers:
@@ -64,7 +65,7 @@ def test_alerts_of_states_are_told_as_those_of_routers_are_and_scraped():
     with torch.no_grad():
         for layer in host.backbone.layers:
             layer.mixer.A_log.fill_(12.0)  # forgets at once
-    with RoutingMonitor(host) as monitor, RoutingMetrics(monitor, registry=registry), torch.no_grad():
+    with RoutingMonitor(host) as monitor, metrics.routing(monitor), torch.no_grad():
         monitor.on_alert(told.append)
         host(ids)
         scraped = {

@@ -1,0 +1,73 @@
+"""The text that Prometheus reads, in the format that it accepts, and the port where it asks for it.
+
+body, content_type = exposition(registry, accept="application/openmetrics-text")
+with served(registry, 9464): ...                      # http://127.0.0.1:9464/metrics
+
+With `PROMETHEUS_MULTIPROC_DIR` set before prometheus_client is first imported, several processes add up what they count
+in the files of that folder, and each of them shows the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from probemon.errors import ConfigError
+
+
+def several_processes() -> bool:
+    """Whether the metrics of this process are added up with those of others."""
+    from prometheus_client import values
+
+    return bool(values.ValueClass._multiprocess)
+
+
+def readable(registry: Any) -> Any:
+    """Return what is to be shown: the registry, or where several processes count together, the sum of them all."""
+    if not several_processes():
+        return registry
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    try:
+        together = CollectorRegistry()
+        MultiProcessCollector(together)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise ConfigError(
+            f"PROMETHEUS_MULTIPROC_DIR has to be a folder, empty before the first start: {error}"
+        ) from error
+    return together
+
+
+def exposition(registry: Any, accept: str = "") -> tuple[bytes, str]:
+    """Return the metrics and their content type. `accept`: the header of the request; OpenMetrics has exemplars."""
+    from prometheus_client.exposition import choose_encoder
+
+    encode, content_type = choose_encoder(accept)
+    return encode(readable(registry)), content_type
+
+
+@contextmanager
+def served(registry: Any, port: int, address: str = "127.0.0.1") -> Iterator[int]:
+    """Show the metrics at /metrics while the block is open; yields the port, which of 0 is any that is free.
+
+    Raises `ConfigError` where it cannot listen there.
+    """
+    server, thread = begin_serving(registry, port, address)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def begin_serving(registry: Any, port: int, address: str = "127.0.0.1") -> tuple[Any, Any]:
+    """Show the metrics at /metrics from now on; the server and its thread. Raises `ConfigError`."""
+    from prometheus_client import start_http_server
+
+    try:
+        return start_http_server(port, addr=address, registry=readable(registry))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot show metrics at {address} port {port}: {error}; give another port") from error

@@ -1,0 +1,249 @@
+"""The families of metrics that probemon gives Prometheus: one table, of which the metrics and the page are made.
+
+counter = FAMILIES["probemon_gaps_total"].made(registry)     # an object of prometheus_client
+table()                                                      # the table of docs/metrics.md
+
+A family of `PROCESS` is an object that lives as long as the process, and that several processes can add up in one
+folder (`PROMETHEUS_MULTIPROC_DIR`). The other ones are asked when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# 50 us to 100 ms: what hooks take of a forward, in steps of about 2.
+OVERHEAD_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
+PROCESS, SCRAPE, ROUTING, SERVER = WHERE = ("process", "scrape", "routing", "server")
+_SECTIONS = {
+    PROCESS: "Of every process that watches",
+    SCRAPE: "The same, where it is one process alone: asked at the scrape",
+    ROUTING: "Of runs with `routing`, and of monitors of routing",
+    SERVER: "Of `probemon serve` beside these",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: its `name` as it is exposed, `kind` ("counter", "gauge", "histogram"), labels and a sentence.
+
+    `mode`: how the values of a gauge from several processes become one.
+    """
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+    where: str = PROCESS
+    mode: str = "livesum"
+
+    @property
+    def stem(self) -> str:
+        """Return the name without the suffix that clients add to a counter's."""
+        return self.name.removesuffix("_total") if self.kind == "counter" else self.name
+
+    def made(self, registry: Any) -> Any:
+        """Return it as an object of `prometheus_client`, registered. Raises `ValueError` where it is there already."""
+        from prometheus_client import Counter, Gauge, Histogram
+
+        if self.kind == "counter":
+            return Counter(self.stem, self.help, self.labels, registry=registry)
+        if self.kind == "histogram":
+            return Histogram(self.name, self.help, self.labels, registry=registry, buckets=OVERHEAD_BUCKETS)
+        return Gauge(self.name, self.help, self.labels, registry=registry, multiprocess_mode=self.mode)  # type: ignore[arg-type]
+
+    def scraped(self, value: float | None = None) -> Any:
+        """Return it as a family of a collector, to which samples are added; `value`: of one without labels."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        if value is not None:
+            return kind(self.stem, self.help, value=value)
+        return kind(self.stem, self.help, labels=self.labels)
+
+
+_ROUTER = ("site", "layer", "level")
+_ALL = (
+    Family(
+        "probemon_info",
+        "gauge",
+        ("pack", "probes", "kernel", "deployment"),
+        "1 for what is watched: the pack, how many probes it has, the kernel, the hash of the deployment file",
+        mode="livemax",
+    ),
+    Family("probemon_runs", "gauge", (), "Runs that are open"),
+    Family(
+        "probemon_tokens_total",
+        "counter",
+        ("phase", "unseen"),
+        "Tokens of the host, by phase (prompt, generated) and why one has no scores (empty: it has; gap, not_finite,"
+        " budget, failed, other)",
+    ),
+    Family(
+        "probemon_probes_total",
+        "counter",
+        ("what",),
+        "Pairs of token and probe, by what became of them: the words of coverage, and fired",
+    ),
+    Family(
+        "probemon_level_probes_total",
+        "counter",
+        ("level", "what"),
+        "Pairs of token and probe that were active, and that fired, by level of the hierarchy; levels from 15 on are"
+        " one",
+    ),
+    Family(
+        "probemon_fired_total",
+        "counter",
+        ("concept",),
+        "Tokens at which a concept exceeded its alert threshold: only of concepts that were named",
+    ),
+    Family(
+        "probemon_events_total",
+        "counter",
+        ("action",),
+        "Events of rules, by what followed: record, stop, raise, call",
+    ),
+    Family("probemon_gaps_total", "counter", (), "Gaps: columns that the host ran and our hooks did not see"),
+    Family(
+        "probemon_forward_overhead_seconds", "histogram", (), "Time in our hooks, one observation a forward of the host"
+    ),
+    Family(
+        "probemon_watched_seconds_total", "counter", (), "Time that forwards of the host took, with that in our hooks"
+    ),
+    Family("probemon_failures_total", "counter", (), "Callbacks, followers and sinks that failed"),
+    Family("probemon_sink_tokens_total", "counter", ("what",), "Tokens for sinks: written, dropped"),
+    Family(
+        "probemon_audit_total",
+        "counter",
+        ("sum",),
+        "Sums over audited tokens: tokens, top_found, firing_tokens, firing_found, firing, firing_missed, evaluated,"
+        " active",
+    ),
+    Family(
+        "probemon_budget_rung",
+        "gauge",
+        (),
+        "What is left out to keep a budget, by the run that leaves out most: 0 none to 5 everything (docs/budget.md)",
+        mode="livemax",
+    ),
+    Family(
+        "probemon_budget_shed_tokens_total",
+        "counter",
+        ("rung",),
+        "Tokens at which something was left out to keep a budget: audit, depth, named, sampled, off",
+    ),
+    Family(
+        "probemon_breaker_open",
+        "gauge",
+        (),
+        "1 while the breaker of a run keeps scoring paused, or tries it again",
+        mode="livemax",
+    ),
+    Family(
+        "probemon_drift_alarms",
+        "gauge",
+        ("kind",),
+        "Alarms of drift that hold now, where a run has a DriftMonitor",
+        mode="livemax",
+    ),
+    Family(
+        "probemon_audit_recall",
+        "gauge",
+        ("of", "bound"),
+        "Mean share found on audited tokens, of what fires and of the best 10; low and high: 95 % interval",
+        SCRAPE,
+    ),
+    Family(
+        "probemon_arena_total",
+        "counter",
+        ("what",),
+        "Slots of arenas, since they were made: hits, misses, evictions, uploaded_bytes, late, fetched",
+        SCRAPE,
+    ),
+    Family("probemon_arena_slots", "gauge", ("what",), "Slots of arenas: slots, free, pinned", SCRAPE),
+    Family(
+        "probemon_routing_tokens_total",
+        "counter",
+        ("seen",),
+        "Tokens of the host, by whether their routing was seen",
+        ROUTING,
+    ),
+    Family(
+        "probemon_routing_decisions_total",
+        "counter",
+        (*_ROUTER, "what"),
+        "Tokens that a router decided about, by what it gave: finite, not_finite",
+        ROUTING,
+    ),
+    Family(
+        "probemon_routing",
+        "gauge",
+        (*_ROUTER, "metric"),
+        "A metric of a router over all tokens of the newest run: see docs/routing.md",
+        ROUTING,
+    ),
+    Family(
+        "probemon_recurrent",
+        "gauge",
+        ("site", "metric"),
+        "A metric of a recurrent layer over all tokens of the newest run: see docs/recurrent-hosts.md",
+        ROUTING,
+    ),
+    Family("probemon_routing_alerts", "gauge", ("kind",), "Alerts of routing that hold now, by their rule", ROUTING),
+    Family("probemon_routing_alerts_raised_total", "counter", (), "Alerts of routing that were raised", ROUTING),
+    Family(
+        "probemon_routing_unjudged",
+        "gauge",
+        ("kind",),
+        "Tokens that a rule needs before it can be judged: until then no alert says nothing",
+        ROUTING,
+    ),
+    Family(
+        "probemon_routing_capture_seconds", "gauge", ("percentile",), "Time that a decision's capture took", ROUTING
+    ),
+    Family("probemon_forward_seconds", "histogram", (), "Time that a forward of the host took", ROUTING),
+    Family(
+        "probemon_controller_seconds",
+        "histogram",
+        (),
+        "Time that the controller of a BEM adapter took in a forward",
+        ROUTING,
+    ),
+    Family("probemon_token_seconds", "histogram", (), "Time from one generated token to the next", ROUTING),
+    Family("probemon_routing_memory_watermark_bytes", "gauge", (), "The most memory that was in use", ROUTING),
+    Family(
+        "probemon_requests_total",
+        "counter",
+        ("outcome",),
+        "Requests that ended, by what became of them: answered, cancelled, stalled, failed, refused",
+        SERVER,
+    ),
+    Family("probemon_answers_total", "counter", ("finish_reason",), "Answers, by how they ended", SERVER),
+    Family(
+        "probemon_answer_tokens_total",
+        "counter",
+        ("what",),
+        "Tokens of answers: prompt, generated, and unseen, which are those of the generated without scores",
+        SERVER,
+    ),
+    Family("probemon_request_seconds_total", "counter", (), "Time that answers took", SERVER),
+    Family("probemon_requests_running", "gauge", (), "Requests being answered", SERVER),
+    Family("probemon_requests_waiting", "gauge", (), "Requests in the queue", SERVER),
+    Family("probemon_subscribers", "gauge", (), "Readers of the events", SERVER),
+    Family("probemon_subscriber_events_dropped_total", "counter", (), "Events that slow readers lost", SERVER),
+)
+FAMILIES = {family.name: family for family in _ALL}
+
+
+def table() -> str:
+    """Return the families as tables of Markdown, one for each place where they come from."""
+    parts = []
+    for where, title in _SECTIONS.items():
+        rows = [family for family in _ALL if family.where == where]
+        lines = [f"### {title}", "", "| family | type | labels | what it says |", "|---|---|---|---|"]
+        for family in rows:
+            labels = ", ".join(f"`{label}`" for label in family.labels)
+            lines.append(f"| `{family.name}` | {family.kind} | {labels} | {family.help} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)

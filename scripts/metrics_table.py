@@ -1,0 +1,22 @@
+"""Write the families of metrics into docs/metrics.md, between the two marks.
+
+python scripts/metrics_table.py
+"""
+
+from pathlib import Path
+
+from probemon.telemetry.metric_families import table
+
+PAGE = Path(__file__).parents[1] / "docs/metrics.md"
+BEGIN, END = "<!-- families, by scripts/metrics_table.py -->", "<!-- end of families -->"
+
+
+def main() -> None:
+    """Replace what lies between the marks."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The metrics that a deployment file asks for are shown at its port, by one exporter for all managers made of it."""
+
+import hashlib
+import json
+import socket
+import urllib.request
+
+import pytest
+import torch
+
+from conftest import make_pack
+from probemon import DynamicProbeManager
+from probemon.errors import ConfigError, DeploymentError
+
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metrics")
+    make_pack(folder / "pack", model)
+    return folder
+
+
+def written(folder, **metrics):
+    sha256 = hashlib.sha256((folder / "pack/manifest.json").read_bytes()).hexdigest()
+    path = folder / "watch.json"
+    packs = [{"pack": "pack", "manifest_sha256": sha256}]
+    path.write_text(json.dumps({"deployment": 1, "packs": packs, "metrics": metrics}, indent=1))
+    return path
+
+
+def shown(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+
+def test_runs_of_a_file_are_counted_at_its_port(model, folder):
+    port = free_port()
+    path = written(folder, concepts=["c1", "c3*"], port=port)
+    manager, again = (DynamicProbeManager.from_deployment(path) for _ in range(2))
+    assert manager.metrics is again.metrics and shown(port)["probemon_runs"] == 0
+    with manager.attach(model) as run:
+        out = model.generate(PROMPT, **GREEDY)
+    n = int(run.result(out).coverage.seen.sum())
+    assert shown(port)['probemon_tokens_total{phase="prompt",unseen=""}'] == 5
+    with again.attach(model) as run:
+        out_again = model.generate(PROMPT, **GREEDY)
+    found = shown(port)
+    assert sum(value for name, value in found.items() if name.startswith("probemon_tokens_total{")) == 2 * n == 16
+    scores = run.result(out_again).scores
+    fired = int((scores.fired_mask & (scores.probes == manager.pack.find("c1"))).sum())
+    assert found['probemon_fired_total{concept="c1"}'] == 2 * fired
+    assert f'deployment="{manager.deployment.sha256}"' in next(one for one in found if one.startswith("probemon_info"))
+    with pytest.raises(ConfigError, match=rf"port {port} name c1, c3, .* already"):
+        DynamicProbeManager.from_deployment(written(folder, concepts=["c2"], port=port))
+
+
+def test_what_cannot_be_shown_is_told_with_its_line_or_its_port(folder):
+    for metrics, said in (
+        ({"concepts": ["nothing like it"]}, r"line \d+: metrics.concepts: .*nothing like it"),
+        ({"address": "127.0.0.1"}, r"line \d+: metrics: 'port' is a dependency of 'address'"),
+        ({"port": 0}, r"line \d+: metrics.port: 0 is less than the minimum of 1"),
+        ({"porth": 9464}, r"the key 'porth' is unknown, did you mean 'port'"),
+    ):
+        with pytest.raises(DeploymentError, match=said):
+            DynamicProbeManager.from_deployment(written(folder, **metrics))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot show metrics at 127.0.0.1 port {port}: .*; give another port"):
+            DynamicProbeManager.from_deployment(written(folder, port=port))

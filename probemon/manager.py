@@ -87,6 +87,7 @@ class DynamicProbeManager(Scorer):
         with deployment.errors_of_settings():
             manager = cls(pack, **deployment.settings, **settings)
         deployment.rules(pack)  # what is wrong with them shows now
+        deployment.opentelemetry()
         manager.deployment = deployment
         return manager
 

@@ -104,6 +104,7 @@ def open_deployment(
     deployment = Deployment.read(path)
     pack = deployment.open_packs()
     cost_of(deployment, pack)  # its settings and rules fit the packs
+    deployment.opentelemetry()  # what it needs is installed
     return deployment, pack
 
 

@@ -53,7 +53,9 @@ class Ending:
 
 
 class Listener(Protocol):
-    """Who is told of an answer while it is generated."""
+    """Who is told of an answer while it is generated. `id`: of the answer."""
+
+    id: str
 
     @property
     def cancelled(self) -> bool:
@@ -123,6 +125,8 @@ class Answering(StoppingCriteria):
                     on_blind="raise" if served.rules else "pass",
                 )
             run.listen(self._scored)
+            if served.telemetry is not None:
+                run.follow(served.telemetry.of_response(self._listener.id))
             out = served.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -163,7 +167,7 @@ class Answering(StoppingCriteria):
     def _own(self, rule: Rule) -> Rule:
         """Return a rule of the deployment that acts on this answer."""
         action = (
-            rule.action if rule.action == "raise" else partial(self._met, "tell" if callable(rule.action) else "stop")
+            rule.action if rule.action == "raise" else partial(self._met, "stop" if rule.action == "stop" else "tell")
         )
         on_blind = partial(self._met, "stop") if rule.on_blind == "stop" else rule.on_blind
         return replace(rule, action=action, on_blind=on_blind)

@@ -72,6 +72,7 @@ class Served:
     ) -> None:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         self.deployment, self.rules = deployment, list[Rule]()
+        self.telemetry = None if deployment is None else deployment.opentelemetry()
         if deployment is not None:
             deployment.check_host(manager.pack, model)
             check_serves(deployment)

@@ -46,6 +46,7 @@ NAMES = (
     "rules",
     "deployment",
     "drift",
+    "opentelemetry",
     "decode-loop",
     "hidden-states",
     "several-packs",

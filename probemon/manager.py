@@ -100,6 +100,7 @@ class DynamicProbeManager(Scorer):
         Raises `DeploymentError`; `ConfigError` where its metrics cannot be shown.
         """
         deployment.rules(self.pack)  # what is wrong with them shows now
+        deployment.opentelemetry()  # what it needs is installed
         metrics = deployment.metrics(self.pack)
         if metrics is not None:
             from probemon.telemetry.exporters import exporter

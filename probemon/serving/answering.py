@@ -54,7 +54,9 @@ class Ending:
 
 
 class Listener(Protocol):
-    """Who is told of an answer while it is generated."""
+    """Who is told of an answer while it is generated. `id`: of the answer."""
+
+    id: str
 
     @property
     def cancelled(self) -> bool:
@@ -127,6 +129,8 @@ class Answering(StoppingCriteria):
                     on_blind="raise" if served.rules else "pass",
                 )
             run.listen(self._scored)
+            if served.telemetry is not None:
+                run.follow(served.telemetry.of_response(self._listener.id))
             out = served.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

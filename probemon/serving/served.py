@@ -77,6 +77,7 @@ class Served:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         self.deployment, self.rules = deployment, list[Rule]()
         self.metric_concepts: list[str] | None = None  # None: nobody asks for metrics
+        self.telemetry = None if deployment is None else deployment.opentelemetry()
         if deployment is not None:
             deployment.check_host(manager.pack, model)
             check_serves(deployment)

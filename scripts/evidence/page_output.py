@@ -47,6 +47,7 @@ NAMES = (
     "deployment",
     "drift",
     "budget",
+    "opentelemetry",
     "decode-loop",
     "hidden-states",
     "several-packs",

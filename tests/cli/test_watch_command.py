@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,7 +261,7 @@ def test_a_deployment_says_what_was_met_and_by_which_file(watch):
         assert f"at position {event['column']}" in error
 
 
-def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys):
+def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
     def checked(*arguments):
         monkeypatch.setattr(sys, "argv", ["probemon", "deploy", "check", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -272,6 +273,11 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys):
     assert code == 0 and [rule["on_blind"] for rule in told["rules"]] == ["pass", "pass", "stop"]
     code, out, _ = checked("examples/watch.yaml")
     assert code == 0 and f"every token: {told['n_always']} of 479 probes at least" in out and told["sha256"] in out
+    assert told["opentelemetry"] is None and "OpenTelemetry" not in out
+    page = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").absolute()))
+    (tmp_path / "sends.yaml").write_text(f"{page}opentelemetry: {{endpoint: 'http://localhost:4318'}}\n")
+    code, out, _ = checked(str(tmp_path / "sends.yaml"))
+    assert code == 0 and "events of OpenTelemetry: to http://localhost:4318" in out
     code, out, error = checked("pyproject.toml")
     assert code == 2 and not out and error.count("\n") == 1 and "pyproject.toml" in error
 

@@ -190,6 +190,9 @@ CASES = [
     ("audit_rate: 1", "depth: {c0: -1}", 12, "-1 is less than the minimum of 0"),
     ("audit_rate: 1", "include: []", 12, "[] should be non-empty"),
     ("rules:", "rules: 3\nrulez:", 14, "unknown, did you mean 'rules'"),
+    ("audit_rate: 1", "opentelemetry: {}", 12, "endpoint is missing: the address of a collector"),
+    ("audit_rate: 1", "opentelemetry:\n  endpoint: localhost:4317", 13, "The address of a collector that takes OTLP"),
+    ("audit_rate: 1", "opentelemetry:\n  endpoint: http://[", 12, "endpoint is 'http://[': give the address"),
 ]
 
 
@@ -200,6 +203,7 @@ def test_what_is_wrong_is_told_with_its_line(folder, old, new, line, said):
     with pytest.raises((DeploymentError, PackError), match=re.escape(said)) as raised:
         deployment = Deployment.read(written(folder, text.replace(old, new, 1)))
         cost_of(deployment, deployment.open_packs())
+        deployment.opentelemetry()
     if "no YAML: month" not in said:
         assert f"watch.yaml, line {line}" in str(raised.value), raised.value
 

@@ -4,8 +4,10 @@ import hashlib
 import json
 
 import pytest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from conftest import make_pack
+from local_servers import answering
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
 from probemon.monitor.deployment import Deployment
@@ -136,3 +138,20 @@ def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
 def test_a_server_has_no_second_port_for_metrics(parts):
     with pytest.raises(ConfigError, match="a server shows them at /metrics of its own"):
         served_by(parts, metrics={"port": 9464})
+
+
+def test_answers_are_events_of_opentelemetry_with_their_ids(parts):
+    received = []
+
+    def take(path, headers, body):
+        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
+            for of_scope in of_resource.scope_logs:
+                received.extend({one.key: one.value.string_value for one in r.attributes} for r in of_scope.log_records)
+        return 200, "application/x-protobuf", b""
+
+    rule = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    with answering(take) as address:
+        served = served_by(parts, rule, opentelemetry={"endpoint": address})
+        ids = [answer_of(served)[1]["id"] for _ in range(2)]
+    told = [(one["gen_ai.response.id"], one["gen_ai.evaluation.name"]) for one in received]
+    assert told == [(id_, f"probemon.{name}") for id_ in ids for name in ("c1", "generation")]

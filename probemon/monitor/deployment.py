@@ -185,7 +185,7 @@ class Deployment:
 
     def begin(self, run: MonitorRun) -> None:
         """Set the rules of a run that has begun, add its sinks and what follows it. Raises `DeploymentError`."""
-        run.hold_to(self)
+        run.hold_to(self, self.rules(run.manager.pack))
         for at, sink in enumerate(self.content.get("sinks", ())):
             with self._at("sinks", at):
                 run.add_sink(self._sink(sink))

@@ -238,10 +238,24 @@ class MonitorRun:
         """Ask these rules of generated tokens, too: see `on`."""
         self._watches.add(rules)
 
-    def hold_to(self, deployment: Deployment) -> None:
-        """Begin with the rules of a deployment file."""
-        rules = deployment.rules(self.manager.pack)
-        self._watches.change(of_file=rules, deployment=deployment.sha256, count=False)
+    def hold_to(
+        self,
+        deployment: Deployment,
+        rules: Sequence[Rule],
+        always_on: Wanted | None = None,
+        exclude: Wanted | None = None,
+        *,
+        count: bool = False,
+    ) -> None:
+        """Hold to a deployment's rules, and to what it says is always on and excluded, where that is given.
+
+        `count`: from the next token on, as a new state of `watches`; else from the first one. Raises what `update`
+        does.
+        """
+        self._watches.change(
+            of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
+        )
+        self.deployment = deployment
 
     def update(
         self,

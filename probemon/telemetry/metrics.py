@@ -39,18 +39,24 @@ _MOST_CHARACTERS = 64  # of a request's id: an exemplar has room for 128 with th
 class ProcessMetrics(Follower):
     """Counts what the runs that it follows do, from its beginning to the end of the process.
 
-    `concepts` are counted by name, at most 100: each is a series of its own. `registry` is the client's default one, or
-    yours. Where several processes count together (`PROMETHEUS_MULTIPROC_DIR`), arenas, routing and recall, which are
-    asked at the scrape, are left out. Raises `MissingExtra`, `ConfigError` where a registry holds these families
-    already. `run.follow(metrics)` raises `UnknownConcept`, and `ConfigError` for too many concepts.
+    `concepts` are counted by name, at most 100: each is a series of its own.
+    `registry` is the client's default one, or yours.
+    `deployment`: the hash of the file that holds in runs that were begun without one.
+
+    Where several processes count together (`PROMETHEUS_MULTIPROC_DIR`), arenas, routing and recall, which are asked at
+    the scrape, are left out. Raises `MissingExtra`, `ConfigError` where a registry holds these families already.
+    `run.follow(metrics)` raises `UnknownConcept`, and `ConfigError` for too many concepts.
     """
 
-    def __init__(self, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None) -> None:
+    def __init__(
+        self, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None, deployment: str = ""
+    ) -> None:
         try:
             import prometheus_client
         except ImportError as error:
             raise MissingExtra("ProcessMetrics needs prometheus-client: pip install 'probemon[metrics]'") from error
         self.registry = prometheus_client.REGISTRY if registry is None else registry
+        self.deployment = deployment
         self._concepts, self._named = list(concepts), set[str]()
         self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info

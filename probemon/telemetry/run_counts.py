@@ -165,7 +165,7 @@ class RunCounts(Follower):
                 self._say("probemon_budget_rung", NAMES.index(run.budget.rung))
             if run.breaker is not None:
                 self._say("probemon_breaker_open", int(run.breaker.state != CLOSED))
-            deployment = "" if run.deployment is None else run.deployment.sha256
+            deployment = self._metrics.deployment if run.deployment is None else run.deployment.sha256
             manager = run.manager
             labels = (manager.pack.name, str(manager.pack.n_probes), manager.impl, deployment)
             if labels != self._labels:

@@ -46,6 +46,7 @@ NAMES = (
     "rules",
     "deployment",
     "drift",
+    "metrics",
     "budget",
     "opentelemetry",
     "decode-loop",

@@ -127,7 +127,7 @@ def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
     assert found['probemon_tokens_total{phase="generated",unseen=""}'] == n_generated - 2
     assert found["probemon_forward_overhead_seconds_count"] == n_generated
     named = {line for line in found if line.startswith("probemon_fired_total{")}
-    assert len(named) == 11 and 'probemon_fired_total{concept="c39"}' in named
+    assert len(named) == 12 and 'probemon_fired_total{concept="c39"}' in named
     [info] = [line for line in found if line.startswith("probemon_info") and found[line]]
     assert f'deployment="{served.holding.now.deployment.sha256}"' in info
     ids = {json.loads(answer.content)["id"] for answer in answers}

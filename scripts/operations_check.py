@@ -1,0 +1,202 @@
+"""Measure what the pages claim of metrics, the dashboard and the alerts.
+
+python scripts/operations_check.py --json docs/benchmarks/operations.json
+python scripts/operations_check.py --only series_8000_concepts scrape_ms
+
+One function a claim; each returns what it found. Random hosts and packs are called random; the step is the demo host's.
+Prometheus (2.42 or later) has to be installed, and the extra `dev`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts/evidence", "tests", "tests/support"))]
+
+MEASURES = (
+    "scripts/operations_check.py",
+    "scripts/dashboard.py",
+    "probemon/telemetry/metrics.py",
+    "probemon/telemetry/run_counts.py",
+    "probemon/telemetry/scraped_metrics.py",
+    "probemon/telemetry/metric_families.py",
+)
+FOLDER = ROOT / "docs/operations"
+_SCRAPES, _TOKENS, _CONCEPTS = 50, 64, 100
+
+
+def series_8000_concepts(folder: Path) -> dict[str, Any]:
+    """Count the series of a run with a random pack of 8,000 concepts, audited, and no concept by name."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = _exposition_of_random(folder, 8000, [])
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {"value": len(samples), "bar": "< 200"}
+
+
+def scrape_ms(folder: Path) -> dict[str, Any]:
+    """Time a scrape of a run with 100 concepts by name, the median, and count its bytes."""
+    seconds: list[float] = []
+    text = _exposition_of_random(folder, 200, [f"c{i}" for i in range(_CONCEPTS)], seconds)
+    return {"value": round(1e3 * statistics.median(seconds), 3), "bytes": len(text.encode()), "bar": "< 5"}
+
+
+def step_overhead_pct(folder: Path) -> dict[str, Any]:
+    """Time what the metrics add to each generated token of the demo host, as a share of its forwards: the medians."""
+    from prometheus_client import CollectorRegistry
+
+    from probemon import DynamicProbeManager
+    from probemon.bundled import load_bundled
+    from probemon.telemetry.metrics import ProcessMetrics
+    from probemon.telemetry.run_counts import RunCounts
+
+    model, tokenizer = load_bundled()
+    manager = DynamicProbeManager("demo")
+    metrics = ProcessMetrics(registry=CollectorRegistry())
+    inputs = tokenizer("Whales were hunted from ships.", return_tensors="pt")
+    with manager.attach(model, tokenizer) as run:
+        timed = _timed(RunCounts(metrics, run, [], {}))
+        run.follow(timed)
+        model.generate(**inputs, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False)
+    own = [1e6 * spent for spent, forward in timed.steps if forward.n_generated]
+    host = [1e6 * forward.whole for _, forward in timed.steps if forward.n_generated]
+    own_us, host_us = statistics.median(own), statistics.median(host)
+    return {
+        "value": round(100 * own_us / host_us, 3),
+        "metrics_us": round(own_us, 1),
+        "step_us": round(host_us, 1),
+        "n_steps": len(own),
+        "bar": "< 1",
+    }
+
+
+def dashboard_expressions_ok(folder: Path) -> dict[str, Any]:
+    """Ask a real Prometheus that scraped real runs every expression of the dashboard whose metrics are exported."""
+    from probemon.telemetry.metric_families import FAMILIES
+    from scraped_run import scraped_run
+
+    board = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
+    texts = [target["expr"] for panel in board["panels"] for one in _panels(panel) for target in one.get("targets", ())]
+    exported = [text for text in texts if all(_family(name) in FAMILIES for name in re.findall(r"probemon_\w+", text))]
+    n_answered = 0
+    with scraped_run(folder) as prometheus:
+        for text in exported:
+            asked = text.replace("$__rate_interval", "10s").replace("[1h]", "[10s]")
+            found = prometheus.vector(asked.replace("$job", "probemon").replace("$instance", ".*"), seconds=20)
+            n_answered += bool(found)
+    return {"value": n_answered, "of": len(exported), "not_exported": len(texts) - len(exported), "bar": "all"}
+
+
+def rules_tested(folder: Path) -> dict[str, Any]:
+    """Count the alerts that a case of promtool sees fire, and another does not."""
+    import yaml
+
+    done = subprocess.run(["promtool", "test", "rules", "alerts_test.yml"], cwd=FOLDER, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"promtool: {done.stdout}{done.stderr}")
+    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    tests = yaml.safe_load((FOLDER / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    cases = {(one["alertname"], bool(one["exp_alerts"])) for test in tests for one in test["alert_rule_test"]}
+    both = [rule["alert"] for rule in rules if {(rule["alert"], True), (rule["alert"], False)} <= cases]
+    return {"value": len(both), "of": len(rules), "bar": "all"}
+
+
+CLAIMS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    one.__name__: one
+    for one in (series_8000_concepts, scrape_ms, step_overhead_pct, dashboard_expressions_ok, rules_tested)
+}
+
+
+# -- inside ------------------------------------------------------------------------------------------
+
+
+def _exposition_of_random(folder: Path, n: int, named: list[str], seconds: list[float] | None = None) -> str:
+    """Return what is shown of a run over a random host by `n` random probes in a binary tree; time scrapes."""
+    import torch
+    from prometheus_client import CollectorRegistry
+
+    from conftest import make_model, make_pack
+    from probemon import DynamicProbeManager
+    from probemon.telemetry.metrics import ProcessMetrics
+
+    model, metrics = make_model(), ProcessMetrics(concepts=named, registry=CollectorRegistry())
+    concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": [f"c{(i - 1) // 2}"] if i else []} for i in range(n)]
+    pack = make_pack(folder / "pack", model, n=n, concepts=concepts)
+    with DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run:
+        run.follow(metrics)
+        model.generate(torch.tensor([[1, 44, 3, 17, 8]]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+        for _ in range(0 if seconds is None else _SCRAPES):
+            begin = time.perf_counter()
+            metrics.text()
+            assert seconds is not None
+            seconds.append(time.perf_counter() - begin)
+        return metrics.text()[0].decode()
+
+
+def _timed(counts: Any) -> Any:
+    """Return a follower that does what `counts` does and notes, for each forward, what that took."""
+    from probemon.monitor.followers import Follower
+
+    class Timed(Follower):
+        def __init__(self) -> None:
+            self.steps: list[tuple[float, Any]] = []
+            self._spent = 0.0
+
+        def scored(self, placed: Any, scores: Any) -> None:
+            begin = time.perf_counter()
+            counts.scored(placed, scores)
+            self._spent += time.perf_counter() - begin
+
+        def forward(self, time_: Any) -> None:
+            begin = time.perf_counter()
+            counts.forward(time_)
+            self.steps.append((self._spent + time.perf_counter() - begin, time_))
+            self._spent = 0.0
+
+    return Timed()
+
+
+def _panels(panel: Any) -> list[Any]:
+    return [panel, *panel.get("panels", ())]
+
+
+def _family(name: str) -> str:
+    from probemon.telemetry.metric_families import FAMILIES
+
+    return name if name in FAMILIES else re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def main() -> None:
+    """Check the claims, and write what was found beside what is in the file already."""
+    from probemon.core.files import write_text_atomically
+    from provenance import about, commit
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="result file, docs/benchmarks/operations.json")
+    parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="of these; all by default")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    for name in arguments.only:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = {**CLAIMS[name](Path(folder)), "commit": commit()}
+        print(name, json.dumps(found[name]), flush=True)
+    if arguments.json is not None:
+        path = arguments.json
+        before = json.loads(path.read_text(encoding="utf-8"))["claims"] if path.exists() else {}
+        result = {**about(*MEASURES), "claims": {**before, **found}}
+        write_text_atomically(path, json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

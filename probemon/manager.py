@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
-from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget
+from probemon.monitor.breaker import Breaker, Circuit
+from probemon.monitor.budget import Budget, Ladder
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.failures import Guard
@@ -100,6 +100,7 @@ class DynamicProbeManager(Scorer):
         Raises `DeploymentError`; `ConfigError` where its metrics cannot be shown.
         """
         deployment.rules(self.pack)  # what is wrong with them shows now
+        deployment.opentelemetry()  # what it needs is installed
         metrics = deployment.metrics(self.pack)
         if metrics is not None:
             from probemon.telemetry.exporters import exporter
@@ -122,8 +123,8 @@ class DynamicProbeManager(Scorer):
         keep_tokens: int | None = None,
         one_thread: bool = False,
         routing: bool | RoutingSettings = False,
-        budget: Budget | None = None,
-        breaker: Breaker | None = None,
+        budget: Budget | Ladder | None = None,
+        breaker: Breaker | Circuit | None = None,
         drift: DriftMonitor | None = None,
     ) -> MonitorRun:
         """Return a context manager that watches an unchanged Hugging Face model: see `MonitorRun` for the options.

@@ -4,7 +4,7 @@ set -euo pipefail
 . "$(dirname "$0")/env.sh"
 if once test; then
   echo "== what the tests need, on top (once; a few minutes)"
-  pip install -q -c constraints.txt -e '.[corpus,demo,dev,metrics,ray,serve]'
+  pip install -q -c constraints.txt -e '.[corpus,demo,dev,metrics,otel,ray,serve]'
   # Apart: where transformers can import torchao it does, always, and talks about it. Only a test of quantised hosts uses it.
   pip install -q -c constraints.txt --no-deps --upgrade --target .venv/torchao torchao
   done_once test

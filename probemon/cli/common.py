@@ -105,6 +105,7 @@ def open_deployment(
     pack = deployment.open_packs()
     cost_of(deployment, pack)  # its settings and rules fit the packs
     deployment.metrics(pack)
+    deployment.opentelemetry()  # what it needs is installed
     return deployment, pack
 
 

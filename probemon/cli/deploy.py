@@ -50,10 +50,10 @@ def check(
         }
         for rule in deployment.rules(pack)
     ]
+    endpoint = deployment.content.get("opentelemetry", {}).get("endpoint")
     if as_json:
-        answer(
-            {"name": deployment.name, "sha256": deployment.sha256, "packs": pack.name, **asdict(cost), "rules": rules}
-        )
+        about = {"name": deployment.name, "sha256": deployment.sha256, "packs": pack.name, **asdict(cost)}
+        answer({**about, "rules": rules, "opentelemetry": endpoint})
         return
     say(f"{deployment.name}: {pack.name}", f"sha256 of what it says: {deployment.sha256}")
     say(
@@ -75,6 +75,8 @@ def check(
         say(f"and {len(rules) - _SHOWN} more rules")
     if not rules:
         say("no rules: scores are recorded, and nothing follows from them")
+    if endpoint is not None:
+        say(f"events of OpenTelemetry: to {endpoint}")
 
 
 def _table(rules: list[dict[str, Any]]) -> Any:

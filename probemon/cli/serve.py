@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from probemon.cli.common import load_aloud, open_deployment, pack_for, use_threads
 from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, ProbemonError
+
+if TYPE_CHECKING:
+    from probemon.serving.served import Served
 
 _TOKEN_BYTES = 32
 
@@ -62,7 +65,7 @@ def serve(
     """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
 
     Once it is ready it prints its address, with the token that clients give as their API key. Ctrl-C or SIGTERM ends
-    it: what was asked by then is answered, a second signal ends it at once.
+    it: what was asked by then is answered, a second signal ends it at once. SIGHUP reads the deployment file again.
     """
     from probemon.serving.server import address_of, all_names, check_extra, is_loopback, make_server, open_socket
 
@@ -104,4 +107,18 @@ def serve(
         app = make_app(served, limits, token=token, hosts=names)
         address = address_of(sock) + ("" if token is None else f"#token={token}")
         ready = partial(say, f"probemon serving at {address}")
-        make_server(app, ready, drain_seconds=drain_seconds).run(sockets=[sock])
+        reload = None if stated is None else partial(_reload, served)
+        make_server(app, ready, drain_seconds=drain_seconds, reload=reload).run(sockets=[sock])
+
+
+def _reload(served: Served) -> None:
+    """Read the deployment file again, and say what came of it."""
+    try:
+        n_not_told = served.holding.reload()
+    except (ProbemonError, OSError) as error:
+        say(f"probemon serve: not reloaded, what held before goes on: {error}")
+        return
+    held = served.holding.now.deployment
+    assert held is not None
+    more = f"; {n_not_told} answers go on as they began, for rules of their own" if n_not_told else ""
+    say(f"probemon serve: {held.path.name} was read again, sha256 {held.sha256}{more}")

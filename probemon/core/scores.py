@@ -251,7 +251,7 @@ class TokenBatch:
     `generation`: its number in the run, from 0; `row`, `position`, `token_id` `[N]` int64 (`position` is a column of
     what `generate` returns, below 0 for a prompt of embeddings, which it does not return); `phase` PROMPT or GENERATED;
     `provisional`: of beams, of which few will be returned; `scores` of N states, with their coverage; `request`: the id
-    of a request of continuous batching, else "".
+    of a request of continuous batching, else ""; `deployment`: the hash of the file that said what is watched, else "".
     """
 
     generation: int
@@ -262,6 +262,7 @@ class TokenBatch:
     provisional: bool
     scores: Scores
     request: str = ""
+    deployment: str = ""
 
     def __len__(self) -> int:
         return len(self.row)

@@ -5,6 +5,8 @@
     run.budget.rung, run.budget.tokens         # "all", {"all": 380, "audit": 24, ...}: tokens by the rung of each
     result.watches, run.watches[number].rung   # from which position on which rung held
 
+Runs that share a machine may share a ladder: `ladder = Ladder(Budget(ms=1.0))`, then `attach(..., budget=ladder)`.
+
 Off unless it is asked for, since what is left out then depends on the time that things took: it is in the coverage of
 every token (`shed`, or why the token is unseen) and in the result. What has a rule is never left out.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from probemon.core.checks import check_number
@@ -30,8 +33,8 @@ from probemon.tracking.recording import Recording
 
 WEIGHT = 0.25  # of the newest step in the running mean
 DOWN_AFTER, UP_AFTER = 8, 32  # steps on a rung before the next, so that its cost is known
-_REMEDY = "Watch less (include, depth, fewer rules), give a larger budget, or see what else the machine does."
 RESUME = 0.7  # the share of the budget under which what was left out comes back
+_REMEDY = "Watch less (include, depth, fewer rules), give a larger budget, or see what else the machine does."
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,8 @@ class Budget:
             raise ConfigError("a budget has neither ms nor share: give one of them, or both")
         for name in ("ms", "share"):
             if getattr(self, name) is not None:
-                check_number(
-                    name, getattr(self, name), low=0, open_low=True, remedy="give what a step may take, over 0"
-                )
+                remedy = "give what a step may take, over 0"
+                check_number(name, getattr(self, name), low=0, open_low=True, remedy=remedy)
 
     def used(self, time: ForwardTime) -> float:
         """Return how much of the budget a forward took; over 1 is too much."""
@@ -58,17 +60,46 @@ class Budget:
         return time.inside / allowed if allowed > 0 else float("inf")
 
 
-class Ladder(Follower):
+class Ladder:
     """Goes down a rung where the running mean of steps is over the budget, and up where it is well under it.
 
-    `tokens`: how many had their scores, or none, on which rung. Prompts are not judged, since they are as long as they
-    are. One thread's steps after another's are judged as they come.
+    `rung` is the one that holds for all runs that share it, `mean` what steps take of the budget on it. Prompts are not
+    judged, since they are as long as they are.
     """
 
-    def __init__(self, budget: Budget, watches: Watches) -> None:
-        self.budget, self.tokens = budget, Counter[str]()
+    def __init__(self, budget: Budget) -> None:
+        self.budget, self.rung, self.mean = budget, ALL, 0.0
+        self._n_steps, self._lock = 0, threading.Lock()  # steps on this rung
+
+    def judge(self, time: ForwardTime, now: int, rungs: Sequence[int]) -> int:
+        """Judge a forward of a run that was on the rung `now` of its `rungs`; return the rung that holds then."""
+        with self._lock:
+            if time.n_prompt or not time.n_generated:
+                return self.rung
+            used = self.budget.used(time)
+            self.mean = used if not self._n_steps else self.mean + WEIGHT * (used - self.mean)
+            self._n_steps += 1
+            if self.mean > 1 and self._n_steps >= DOWN_AFTER:
+                self._go(min((rung for rung in rungs if rung > now), default=self.rung))
+            elif self.mean < RESUME and self._n_steps >= UP_AFTER:
+                self._go(max((rung for rung in rungs if rung < now), default=ALL))
+            return self.rung
+
+    def _go(self, rung: int) -> None:
+        if rung != self.rung:
+            self.rung, self.mean, self._n_steps = rung, 0.0, 0
+
+
+class Shedding(Follower):
+    """Keeps the watches of one run on the rung of its ladder. `tokens`: how many, scored or not, on which rung."""
+
+    def __init__(self, budget: Budget | Ladder, watches: Watches) -> None:
+        if not isinstance(budget, (Budget, Ladder)):
+            raise ConfigError(f"budget is {type(budget).__name__}: give Budget(ms=...), or a Ladder that runs share")
+        self.ladder = Ladder(budget) if isinstance(budget, Budget) else budget
+        self.tokens = Counter[str]()
         self._watches, self._lock = watches, threading.Lock()
-        self._mean, self._n_steps = 0.0, 0  # of this rung
+        self._watches.shed_to(self.ladder.rung)
 
     @property
     def rung(self) -> str:
@@ -80,24 +111,11 @@ class Ladder(Follower):
         """Whether nothing more could be left out."""
         return self._watches.now.rung == max(self._watches.rungs, default=ALL)
 
-    @property
-    def used(self) -> float:
-        """Return the running mean of what steps take of the budget on this rung."""
-        return self._mean
-
     def forward(self, time: ForwardTime) -> None:
         """Judge a step."""
-        if time.n_prompt or not time.n_generated:
-            return
-        with self._lock:
-            used = self.budget.used(time)
-            self._mean = used if not self._n_steps else self._mean + WEIGHT * (used - self._mean)
-            self._n_steps += 1
-            now, rungs = self._watches.now.rung, (ALL, *self._watches.rungs)
-            if self._mean > 1 and self._n_steps >= DOWN_AFTER and now != rungs[-1]:
-                self._go(min(rung for rung in rungs if rung > now))
-            elif self._mean < RESUME and self._n_steps >= UP_AFTER and now != ALL:
-                self._go(max(rung for rung in rungs if rung < now))
+        rung = self.ladder.judge(time, self._watches.now.rung, self._watches.rungs)
+        if rung != self._watches.asked_rung:
+            self._watches.shed_to(rung)
 
     def counting(self, publish: Publish) -> Publish:
         """Return `publish` that counts tokens by their rung, too."""
@@ -115,13 +133,9 @@ class Ladder(Follower):
         """Say what is left out, as a check of the run's health."""
         n_less, n = self.tokens.total() - self.tokens[NAMES[ALL]], self.tokens.total()
         shed = "" if not n_less else f"; less was scored than is watched at {n_less:,} of {n:,} tokens"
-        if self._mean > 1 and self.at_its_end:
+        if self.ladder.mean > 1 and self.at_its_end:
             what, remedy = "steps take more than their budget, and nothing more may be left out", _REMEDY
             return Check("budget", WARNING, f"{what}{shed}", remedy)
         if self.rung != NAMES[ALL]:
             return Check("budget", WARNING, f"it is held on the rung {self.rung!r}{shed}", _REMEDY)
         return Check("budget", OK, f"nothing is left out now{shed}")
-
-    def _go(self, rung: int) -> None:
-        self._watches.shed_to(rung)
-        self._mean, self._n_steps = 0.0, 0

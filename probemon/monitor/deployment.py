@@ -3,7 +3,7 @@
     deployment = Deployment.read("watch.yaml")             # DeploymentError, with the line of what is wrong
     pack = deployment.open_packs()                         # each is the very pack that the file pins
     deployment.settings, deployment.rules(pack)            # of a manager; of its runs
-    deployment.begin(run)                                  # in a run that has begun: rules and sinks
+    deployment.begin(run)                                  # in a run that has begun: rules, sinks, telemetry
     deployment.sha256                                      # of what it says: spaces, comments and order do not count
 
 The format is in docs/deployment.md, its JSON Schema beside this file. `DynamicProbeManager.from_deployment` does all of
@@ -31,6 +31,7 @@ from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.breaker import Breaker
 from probemon.monitor.budget import Budget
+from probemon.monitor.otel_events import OpenTelemetryEvents
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.packs.group import AnyPack, PackGroup
@@ -175,12 +176,21 @@ class Deployment:
                 line = self._text.line(["host", "model"])
                 raise HostMismatch(f"{self.path.name}, line {line}: host.model: {error}") from error
 
+    def opentelemetry(self) -> OpenTelemetryEvents | None:
+        """Return what follows runs and sends their events, where the file says so. Raises `DeploymentError`."""
+        if "opentelemetry" not in self.content:
+            return None
+        with self._at("opentelemetry"):
+            return OpenTelemetryEvents(self.content["opentelemetry"]["endpoint"])
+
     def begin(self, run: MonitorRun) -> None:
-        """Set the rules of a run that has begun, and add its sinks. Raises `DeploymentError`."""
-        run.hold_to(self)
+        """Set the rules of a run that has begun, add its sinks and what follows it. Raises `DeploymentError`."""
+        run.hold_to(self, self.rules(run.manager.pack))
         for at, sink in enumerate(self.content.get("sinks", ())):
             with self._at("sinks", at):
                 run.add_sink(self._sink(sink))
+        if (events := self.opentelemetry()) is not None:
+            run.follow(events)
 
     def check_only_rules_differ(self, newer: Deployment) -> None:
         """Raise `DeploymentError` where a newer file changes more than what can change while a model generates."""

@@ -134,6 +134,7 @@ class Publisher:
                 placed.provisional,
                 scores,
                 recording.request,
+                watch.deployment or "",
             )
             for delivery in self._deliveries:
                 delivery.put(batch)

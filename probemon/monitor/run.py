@@ -34,7 +34,7 @@ from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
 from probemon.host.site import Site
 from probemon.monitor.breaker import Breaker, Circuit
-from probemon.monitor.budget import Budget, Ladder
+from probemon.monitor.budget import Budget, Ladder, Shedding
 from probemon.monitor.change import Change
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.deployment import Deployment
@@ -46,7 +46,7 @@ from probemon.monitor.publisher import Listener, Publisher
 from probemon.monitor.result import Result, find_result
 from probemon.monitor.rules import Event, Rule, check_beams, make_rules
 from probemon.monitor.sinks import Sink
-from probemon.monitor.token_scorer import TokenScorer
+from probemon.monitor.token_scorer import Publish, TokenScorer
 from probemon.monitor.watches import Watched, Watches
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import ScoreTokens
@@ -93,6 +93,7 @@ class MonitorRun:
     `deployment`: the file whose rules and sinks hold from where the block begins, on the host that it names.
     `budget`: how much of a step watching may take; what is over it is left out, which coverage and the result say.
     `breaker`: errors of scoring make tokens unseen and, when there are many, pause it, instead of ending a generation.
+    A `Ladder` or a `Circuit` in their place is shared by the runs that are given it.
     `drift`: compares the requests of this run, and of others, with those of a reference (`run.health()` has a check).
     `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
 
@@ -112,8 +113,8 @@ class MonitorRun:
         one_thread: bool = False,
         companion: Callable[[Any, Guard], Companion] | None = None,
         deployment: Deployment | None = None,
-        budget: Budget | None = None,
-        breaker: Breaker | None = None,
+        budget: Budget | Ladder | None = None,
+        breaker: Breaker | Circuit | None = None,
         drift: DriftMonitor | None = None,
     ) -> None:
         if on_gap != "raise" and not callable(on_gap):
@@ -147,11 +148,11 @@ class MonitorRun:
             keep_tokens,
         )
         self._requests = None if drift is None else drift.requests(model, tokenizer, self._failures.call)
-        publish = self._publisher.publish
+        publish: Publish = self._publisher.publish
         if self._requests is not None:
             publish = self._requests.after(publish)
-        self.breaker = None if breaker is None else Circuit(breaker)
-        self.budget = None if budget is None else Ladder(budget, self._watches)
+        self.breaker = Circuit(breaker) if isinstance(breaker, Breaker) else breaker
+        self.budget = None if budget is None else Shedding(budget, self._watches)
         if self.budget is not None:
             self.follow(self.budget)
             publish = self.budget.counting(publish)
@@ -237,10 +238,24 @@ class MonitorRun:
         """Ask these rules of generated tokens, too: see `on`."""
         self._watches.add(rules)
 
-    def hold_to(self, deployment: Deployment) -> None:
-        """Begin with the rules of a deployment file."""
-        rules = deployment.rules(self.manager.pack)
-        self._watches.change(of_file=rules, deployment=deployment.sha256, count=False)
+    def hold_to(
+        self,
+        deployment: Deployment,
+        rules: Sequence[Rule],
+        always_on: Wanted | None = None,
+        exclude: Wanted | None = None,
+        *,
+        count: bool = False,
+    ) -> None:
+        """Hold to a deployment's rules, and to what it says is always on and excluded, where that is given.
+
+        `count`: from the next token on, as a new state of `watches`; else from the first one. Raises what `update`
+        does.
+        """
+        self._watches.change(
+            of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
+        )
+        self.deployment = deployment
 
     def update(
         self,

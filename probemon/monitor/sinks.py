@@ -193,8 +193,9 @@ class JsonLinesSink(FileSink):
     - `scores`: `[concept id, score]` of the active probes, best first, at most `top_k` (None: all). A score is the fp32
       value exactly, null for NaN.
     - `fired`: ids of all that fired.
+    - `deployment`: the hash of the file that said what is watched, only where there is one.
     - `coverage`: counts of active, dropped, not_reached and evaluated probes; `far`: 1 where the token is unlike those
-      of the pack's calibration.
+      of the pack's calibration; only where there are any, `excluded` and `shed`, of the probes that were not reached.
     - `unseen`: "", or why the token has no scores.
     """
 
@@ -217,7 +218,7 @@ class JsonLinesSink(FileSink):
         best = scores.top(t, len(scores.active(t)) if self._top_k is None else self._top_k)
         return {
             "generation": int(batch.generation),
-            **({"request": batch.request} if batch.request else {}),
+            **{name: getattr(batch, name) for name in ("request", "deployment") if getattr(batch, name)},
             "row": int(batch.row[t]),
             "position": int(batch.position[t]),
             "token_id": int(batch.token_id[t]),
@@ -226,7 +227,9 @@ class JsonLinesSink(FileSink):
             "scores": [[self._concepts[probe], None if np.isnan(score) else score] for probe, score in best],
             "fired": [self._concepts[probe] for probe in scores.fired(t)],
             "coverage": {
-                n: int(getattr(coverage, n)[t]) for n in ("active", "dropped", "not_reached", "evaluated", "far")
+                n: int(getattr(coverage, n)[t])
+                for n in ("active", "dropped", "not_reached", "evaluated", "far", "excluded", "shed")
+                if n not in ("excluded", "shed") or getattr(coverage, n)[t]
             },
             "unseen": coverage.unseen[t],
         }
@@ -240,7 +243,8 @@ class ParquetSink(FileSink):
 
     Its columns are generation, request, row, position, token_id, phase, provisional, concept, score. Tokens without
     scores have no row: `about["coverage"]` has the totals of all tokens, `about["unseen"]` the first `max_unseen`
-    tokens that were not seen, with reasons (a footer of millions could not be read back).
+    tokens that were not seen, with reasons (a footer of millions could not be read back), `about["deployments"]` the
+    hashes of the files that said what is watched, each with the first token of its own.
     """
 
     max_unseen = 100_000
@@ -253,6 +257,7 @@ class ParquetSink(FileSink):
         self._n_held = 0
         self._totals: Counter[str] = Counter()
         self._unseen: list[dict[str, Any]] = []
+        self._deployments: dict[str, dict[str, Any]] = {}
 
     def _begin(self, partial: Path, concepts: list[str]) -> Any:
         import pyarrow as pa
@@ -280,6 +285,10 @@ class ParquetSink(FileSink):
         scores, coverage, n = batch.scores, batch.scores.coverage, len(batch.scores.values)
         token = scores.state_of
         self._totals.update(coverage.totals())
+        if batch.deployment and len(batch) and batch.deployment not in self._deployments:
+            row, position = int(batch.row[0]), int(batch.position[0])
+            first = {"generation": int(batch.generation), "row": row, "position": position}
+            self._deployments[batch.deployment] = {"deployment": batch.deployment, **first}
         for t, reason in enumerate(coverage.unseen):
             if reason and len(self._unseen) < self.max_unseen:
                 row, position = int(batch.row[t]), int(batch.position[t])
@@ -318,7 +327,11 @@ class ParquetSink(FileSink):
         if self._n_held:
             self._write_groups(self._n_held)
         names = ("tokens", "unseen", *COUNTS, "far")
-        about = {"coverage": {name: self._totals[name] for name in names}, "unseen": self._unseen}
+        about = {
+            "coverage": {name: self._totals[name] for name in names},
+            "unseen": self._unseen,
+            "deployments": list(self._deployments.values()),
+        }
         self._writer.add_key_value_metadata({"probemon": json.dumps(about)})
         self._writer.close()
 

@@ -17,6 +17,7 @@ forward that reads it, one step after it was sampled; the last one is never read
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -182,7 +183,10 @@ class _Generating:
         self._out: Any = None
         self._error: BaseException | None = None
         self._done = self._over = self._closed = False
-        self._thread = threading.Thread(target=self._generate, name="probemon-stream", daemon=True)
+        # In the context of the caller, so that what traces the generation finds the span that it belongs to.
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._generate,), name="probemon-stream", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()

@@ -77,19 +77,20 @@ class TokenScorer:
         if generation is not None and generation.origin is not None and placed.phase != PROMPT:
             origin = generation.origin[placed.rows]
         batch, circuit = _Batch(watch, generation, recording, placed, origin), self._circuit
-        if isinstance(states, str):
-            return self._publish_unseen(batch, states)
-        if left_out := leaves_out(watch.rung, placed):
-            return self._publish_unseen(batch, left_out)
+        unseen = states if isinstance(states, str) else leaves_out(watch.rung, placed)
+        if not unseen and circuit is not None and circuit.pauses():
+            unseen = PAUSED
+        if unseen or isinstance(states, str):
+            self._publish_unseen(batch, unseen)
+            return None
         if circuit is None:
             ended = self._begin(batch, states)
             return lambda report: self._publish_scored(batch, ended(report))
-        if circuit.pauses():
-            return self._publish_unseen(batch, PAUSED)
         try:
             ended = self._begin(batch, states)
         except Exception as error:
-            return self._failed(batch, circuit, error)
+            self._failed(batch, circuit, error)
+            return None
 
         def end(report: bool) -> None:
             try:

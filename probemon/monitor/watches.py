@@ -42,13 +42,15 @@ class Watched:
 @dataclass(frozen=True)
 class Watch:
     """One state of what is watched: its `number` in the run; its `plan`; its rules, each with a number of its own in
-    the run, by which its streaks and running scores are found again after a change; the `rung` that it is on.
+    the run, by which its streaks and running scores are found again after a change; the `rung` that it is on; the hash
+    of its `deployment`.
     """
 
     number: int
     plan: Plan
     rules: tuple[tuple[int, Rule], ...]
     rung: int = ALL
+    deployment: str | None = None
 
 
 class Watches:
@@ -59,7 +61,7 @@ class Watches:
         self.now = self._whole = Watch(0, manager.plan, ())
         self._on_rungs: dict[int, Watch] = {}
         self._rungs: tuple[int, ...] | None = None
-        self._rung = ALL
+        self.asked_rung = ALL
         self.past = [Watched()]
         self._own: tuple[Rule, ...] = ()
         self._of_file: tuple[Rule, ...] = ()
@@ -82,7 +84,7 @@ class Watches:
     def shed_to(self, rung: int) -> None:
         """Leave out what `rung` does, as far as what is watched allows, for the tokens from now on."""
         with self._lock:
-            self._rung = rung
+            self.asked_rung = rung
             self.now = self._on_rung()
 
     def add(self, rules: Sequence[Rule]) -> None:
@@ -128,7 +130,7 @@ class Watches:
             else:
                 self.past[before.number] = said
             number = len(self.past) - 1 if count else before.number
-            self._whole = Watch(number, plan, self._numbered(said.rules))
+            self._whole = Watch(number, plan, self._numbered(said.rules), deployment=said.deployment)
             self._on_rungs, self._rungs = {}, None
             self.now = self._on_rung()
             return number
@@ -141,13 +143,13 @@ class Watches:
 
     def _on_rung(self) -> Watch:
         """Return what holds on the rung that is asked for, or the lowest one under it that there is."""
-        rung = max((one for one in self.rungs if one <= self._rung), default=ALL)
+        rung = max((one for one in self.rungs if one <= self.asked_rung), default=ALL)
         if rung == ALL:
             return self._whole
         if rung not in self._on_rungs:
             plan = narrowed(self._whole.plan, self._manager.pack, rung)
             self.past.append(replace(self.past[self._whole.number], rung=rung))
-            self._on_rungs[rung] = Watch(len(self.past) - 1, plan, self._whole.rules, rung)
+            self._on_rungs[rung] = replace(self._whole, number=len(self.past) - 1, plan=plan, rung=rung)
         return self._on_rungs[rung]
 
     def _unpin(self) -> None:

@@ -7,8 +7,9 @@ ending.finish_reason, ending.summary
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from probemon.core.scores import GENERATED, PHASES, PROMPT, Gap, Scores
+from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
 from probemon.monitor.rules import Event, Rule
 from probemon.serving.answer_text import AnswerText
 from probemon.serving.draws import Draws
+from probemon.serving.held import Held
 from probemon.serving.served import Prepared, Served
 from probemon.serving.token_objects import Told
 from probemon.tracking.align import PlacedTokens
@@ -54,7 +56,9 @@ class Ending:
 
 
 class Listener(Protocol):
-    """Who is told of an answer while it is generated."""
+    """Who is told of an answer while it is generated. `id`: of the answer."""
+
+    id: str
 
     @property
     def cancelled(self) -> bool:
@@ -102,6 +106,8 @@ class Answering(StoppingCriteria):
         self._hidden_from: int | None = None  # the first token that is not shown, with `hold`
         self._n_unseen = 0
         self._run: Any = None
+        self._newer: Held | None = None  # what the deployment file says since it was read again
+        self._holding, self._owned = threading.Lock(), list[tuple[Rule, Rule]]()
         self._draws = Draws(seed, served.model.device) if served.draws(prepared.request) else None
 
     def run(self) -> Ending:
@@ -110,12 +116,23 @@ class Answering(StoppingCriteria):
         ids = torch.tensor([list(self._ids)], device=served.model.device)
         with (
             closing(self._draws) if self._draws is not None else nullcontext(),
-            served.manager.attach(served.model, served.tokenizer, one_thread=True, on_gap=self._on_gap()) as run,
+            served.holding.answering(self) as held,
+            served.manager.attach(
+                served.model,
+                served.tokenizer,
+                one_thread=True,
+                # What was not seen ends the answer, unless rules of a deployment say what follows.
+                on_gap=(lambda gap: None) if held.rules else "raise",
+                budget=served.ladder,
+                breaker=served.circuit,
+                callback_errors="raise" if served.circuit is None else "report",
+            ) as run,
         ):
-            self._run = run
+            with self._holding:  # the file may have been read again meanwhile
+                self._run, held = run, self._newer or held
+                self._hold_to(held, count=False)
             for follower in self._followers:
                 run.follow(follower)
-            run.add_rules([self._own(rule) for rule in served.rules])
             for rule, probes in self._prepared.rules:
                 run.on(
                     list(probes),
@@ -124,9 +141,11 @@ class Answering(StoppingCriteria):
                     aggregate=rule.aggregate,
                     action=partial(self._met, rule.action),
                     # Where rules of a deployment let the run go on, those that a request relies on must not be silent.
-                    on_blind="raise" if served.rules else "pass",
+                    on_blind="raise" if held.rules else "pass",
                 )
             run.listen(self._scored)
+            if served.telemetry is not None:
+                run.follow(served.telemetry.of_response(self._listener.id))
             out = served.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -160,15 +179,29 @@ class Answering(StoppingCriteria):
             self._text.end()
         return self._complete
 
-    def _on_gap(self) -> str | Callable[[Gap], object]:
-        """What was not seen ends the answer, unless rules of a deployment say what follows."""
-        return (lambda gap: None) if self._served.rules else "raise"
+    def hold_to(self, held: Held) -> None:
+        """Hold to what the deployment file says now, from the next token on; from any thread."""
+        with self._holding:
+            self._newer = held
+            if self._run is not None:
+                self._hold_to(held, count=True)
+
+    def _hold_to(self, held: Held, *, count: bool) -> None:
+        if held.deployment is not None:
+            rules = [self._own(rule) for rule in held.rules]
+            self._run.hold_to(held.deployment, rules, held.always_on, held.exclude, count=count)
 
     def _own(self, rule: Rule) -> Rule:
-        """Return a rule of the deployment that acts on this answer."""
-        action = "raise" if rule.action == "raise" else partial(self._met, "stop" if rule.action == "stop" else "tell")
-        on_blind = partial(self._met, "stop") if rule.on_blind == "stop" else rule.on_blind
-        return replace(rule, action=action, on_blind=on_blind)
+        """Return a rule of the deployment that acts on this answer; of one that stays the same, which goes on."""
+        own = next((own for known, own in self._owned if known == rule), None)
+        if own is None:
+            action = (
+                "raise" if rule.action == "raise" else partial(self._met, "stop" if rule.action == "stop" else "tell")
+            )
+            on_blind = partial(self._met, "stop") if rule.on_blind == "stop" else rule.on_blind
+            own = replace(rule, action=action, on_blind=on_blind)
+            self._owned.append((rule, own))
+        return own
 
     def _met(self, action: str, event: Event) -> None:
         told = self._told.event(event, self._choice, action)
@@ -269,8 +302,8 @@ class Answering(StoppingCriteria):
         )
 
     def _summary(self, result: Result, n_withheld: int) -> dict[str, Any]:
-        summary, deployment = self._told.summary(result, self._stopped_by, n_withheld), self._served.deployment
-        return summary if deployment is None else {**summary, "deployment": deployment.sha256}
+        summary = self._told.summary(result, self._stopped_by, n_withheld)
+        return summary if result.deployment is None else {**summary, "deployment": result.deployment}
 
     def _finish_reason(self) -> str:
         if self._stopped_by is not None or self._hidden_from is not None:

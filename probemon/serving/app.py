@@ -95,8 +95,13 @@ class _Routes:
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
+        telemetry = self._served.telemetry
+        if telemetry is not None:  # one for all answers
+            telemetry.open()
         yield
         await asyncio.to_thread(self._generator.close)
+        if telemetry is not None:
+            await asyncio.to_thread(telemetry.close)
 
     # -- OpenAI's --------------------------------------------------------------------------------
 

@@ -28,8 +28,7 @@ def process_metrics(served: Served) -> ProcessMetrics | None:
         if served.metric_concepts is None:
             return None
         raise MissingExtra("metrics need prometheus-client: pip install 'probemon[metrics]'") from error
-    sha256 = "" if served.deployment is None else served.deployment.sha256
-    return ProcessMetrics(concepts=served.metric_concepts or (), registry=CollectorRegistry(), deployment=sha256)
+    return ProcessMetrics(concepts=served.metric_concepts or (), registry=CollectorRegistry())
 
 
 class ServerMetrics:

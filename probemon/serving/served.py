@@ -19,8 +19,11 @@ import numpy as np
 from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
 from probemon.manager import DynamicProbeManager
+from probemon.monitor.breaker import Circuit
+from probemon.monitor.budget import Ladder
 from probemon.monitor.deployment import Deployment
-from probemon.monitor.rules import Rule, make_rules
+from probemon.monitor.rules import make_rules
+from probemon.serving.held import Holding
 from probemon.serving.limits import Limits
 from probemon.serving.requests import Request, WantedRule, Watch
 
@@ -75,15 +78,18 @@ class Served:
         deployment: Deployment | None = None,
     ) -> None:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
-        self.deployment, self.rules = deployment, list[Rule]()
+        self.holding = Holding(manager, deployment)
+        self.ladder: Ladder | None = None  # of all answers together, as is the circuit
+        self.circuit: Circuit | None = None
         self.metric_concepts: list[str] | None = None  # None: nobody asks for metrics
+        self.telemetry = None if deployment is None else deployment.opentelemetry()
         if deployment is not None:
             deployment.check_host(manager.pack, model)
             check_serves(deployment)
-            self.rules = deployment.rules(manager.pack)
+            self.ladder = None if deployment.budget is None else Ladder(deployment.budget)
+            self.circuit = None if deployment.breaker is None else Circuit(deployment.breaker)
             metrics = deployment.metrics(manager.pack)
             self.metric_concepts = None if metrics is None else metrics["concepts"]
-            self._check_room([])
         ends = model.generation_config.eos_token_id
         self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])
         pad = model.generation_config.pad_token_id
@@ -207,12 +213,8 @@ class Served:
             raise RequestRefused(
                 f"the rules name {len(probes)} concepts: at most {self.limits.names} a request", "probemon.rules"
             )
-        _refused("probemon.rules", partial(self._check_room, probes))
+        _refused("probemon.rules", partial(self.holding.check_room, probes))
         return tuple(rules)
-
-    def _check_room(self, probes: Sequence[int]) -> None:
-        own = [rule.probe for rule in self.rules]
-        self.manager.engine.check_room(self.manager.plan_with([*own, *probes]), "the rules of a request")
 
 
 def _refused(param: str, ask: Callable[[], Any]) -> Any:

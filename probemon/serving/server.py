@@ -7,9 +7,12 @@ with open_socket("127.0.0.1", 8321) as sock:       # before anything slow: Confi
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
+import signal
 import socket
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -64,11 +67,19 @@ def address_of(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def make_server(app: Any, ready: Callable[[], None], *, drain_seconds: int = 30, patience_seconds: float = 30.0) -> Any:
+def make_server(
+    app: Any,
+    ready: Callable[[], None],
+    *,
+    drain_seconds: int = 30,
+    patience_seconds: float = 30.0,
+    reload: Callable[[], None] | None = None,
+) -> Any:
     """Return a `uvicorn.Server`, whose `run(sockets=[sock])` ends with a signal, or `should_exit`.
 
     `ready()`: called once requests are answered.
     `drain_seconds`: how long the end waits for answers that were begun or wait for their turn; then they are cut off.
+    `reload()`: called for every SIGHUP, in a thread of its own, where the server runs in the main thread.
     `patience_seconds`: after which a connection that asks nothing whole, or takes nothing while it closes, is cut off.
     """
     import uvicorn
@@ -82,6 +93,9 @@ def make_server(app: Any, ready: Callable[[], None], *, drain_seconds: int = 30,
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            if reload is not None and threading.current_thread() is threading.main_thread():
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, loop.run_in_executor, None, reload)
             if self.started:
                 ready()
 

@@ -48,6 +48,7 @@ NAMES = (
     "drift",
     "metrics",
     "budget",
+    "opentelemetry",
     "decode-loop",
     "hidden-states",
     "several-packs",

@@ -14,7 +14,7 @@ from test_update import states_of
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
-from probemon.monitor.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget
+from probemon.monitor.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget, Ladder
 from probemon.monitor.rungs import ALL, AUDIT, DEPTH, EVERY, LEFT_OUT, NAMED, NAMES, OFF, SAMPLED
 from probemon.tracking import decoder_hooks
 from probemon.tracking.observer import ForwardTime
@@ -122,8 +122,9 @@ def test_on_the_depth_rung_scores_are_those_of_a_pack_whose_leaves_are_excluded(
     start = set(np.flatnonzero(manager.plan.always).tolist())
     leaves = [pack.concepts[p]["id"] for p in range(pack.n_probes) if not len(pack.tree.children(p)) and p not in start]
     narrow = DynamicProbeManager(pack, keep_top_k=5, exclude=leaves)
-    with manager.attach(model, budget=Budget(ms=1.0)) as run, narrow.attach(model) as other:
-        run._watches.shed_to(DEPTH)
+    ladder = Ladder(Budget(ms=1.0))
+    ladder.rung = DEPTH
+    with manager.attach(model, budget=ladder) as run, narrow.attach(model) as other:
         out = generate(model, 12)
     result, same = run.result(out), other.result(out)
     assert result.coverage.shed[0] == len(leaves) == same.coverage.excluded[0] > 0
@@ -191,6 +192,26 @@ def test_a_step_is_judged_by_the_larger_of_both_and_prompts_are_not(tmp_path):
     assert steps.take(1, inside=0.1) == "audit"  # one that is far over moves the mean over it
     assert steps.take(DOWN_AFTER - 1, inside=0.0021, host=0.02) == "audit"
     assert steps.take(1, inside=0.0021, host=0.02) == "depth"
+
+
+def test_runs_that_share_a_ladder_are_on_its_rung_as_far_as_their_rules_allow(tmp_path, clock):
+    model, manager = make_model(), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()), audit_rate=1)
+    ladder, slow = Ladder(Budget(ms=1.0)), {"seconds": 0.010}
+    with manager.attach(model, budget=ladder) as run:
+        slowed(run, clock, lambda: slow["seconds"])
+        generate(model, 50)
+        assert run.budget.rung == "off"
+    with manager.attach(model, budget=ladder) as ruled:
+        ruled.on("c9", above=0.2, action="record")
+        slowed(ruled, clock, lambda: slow["seconds"])
+        out = generate(model, 6)
+        assert ruled.budget.rung == "named" and ladder.rung == OFF
+        assert ruled.result(out).coverage.unseen[:-1].count("") == len(out[0]) - 1
+        slow["seconds"] = 0.0
+        generate(model, UP_AFTER + DOWN_AFTER)
+        assert ladder.rung < NAMED  # what holds for one holds for all
+    with manager.attach(model, budget=ladder) as third:
+        assert third.budget.rung == NAMES[ladder.rung]
 
 
 def test_between_the_two_limits_nothing_moves(tmp_path):

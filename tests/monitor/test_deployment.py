@@ -76,10 +76,10 @@ def test_a_file_does_what_the_same_calls_do(folder, kind):
     text = text_of(folder) + "sinks:\n  - {kind: jsonl, path: scores.jsonl, top_k: 3, overwrite: true}\n"
     text = text if kind == "yaml" else json.dumps(yaml.safe_load(text), indent=1)
     model = make_model()
-    manager = DynamicProbeManager.from_deployment(written(folder, text, f"watch.{kind}"))
+    manager = DynamicProbeManager.from_deployment(written(folder, text, f"watch.{kind}"), strategy="descent")
     with manager.attach(model) as run:
         out = model.generate(PROMPT, **GREEDY)
-    own = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"], audit_rate=1.0)
+    own = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"], audit_rate=1.0, strategy="descent")
     with own.attach(model, on_gap=lambda gap: None) as other:
         other.on("c9", above=0.2, action=lambda event: None)
         low = own.pack.with_alert_set("rate_0.01").alert_threshold
@@ -92,7 +92,9 @@ def test_a_file_does_what_the_same_calls_do(folder, kind):
     assert mine == theirs and {event.alert_set for event in run.events} >= {"rate_0.01"}
     a, b = run.result(out), other.result(expected)
     assert a.scores.values.tolist() == b.scores.values.tolist() and a.audit == b.audit and len(a.coverage.audited)
-    assert (folder / "scores.jsonl").read_text() == (folder / "own.jsonl").read_text()
+    lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    assert {line.pop("deployment") for line in lines} == {a.deployment}
+    assert lines == [json.loads(line) for line in (folder / "own.jsonl").read_text().splitlines()]
     (folder / "own.jsonl").unlink()
     assert a.deployment == a.before(6).deployment == Deployment.read(folder / f"watch.{kind}").sha256
     assert b.deployment is None
@@ -190,6 +192,9 @@ CASES = [
     ("audit_rate: 1", "depth: {c0: -1}", 12, "-1 is less than the minimum of 0"),
     ("audit_rate: 1", "include: []", 12, "[] should be non-empty"),
     ("rules:", "rules: 3\nrulez:", 14, "unknown, did you mean 'rules'"),
+    ("audit_rate: 1", "opentelemetry: {}", 12, "endpoint is missing: the address of a collector"),
+    ("audit_rate: 1", "opentelemetry:\n  endpoint: localhost:4317", 13, "The address of a collector that takes OTLP"),
+    ("audit_rate: 1", "opentelemetry:\n  endpoint: http://[", 12, "endpoint is 'http://[': give the address"),
 ]
 
 
@@ -200,6 +205,7 @@ def test_what_is_wrong_is_told_with_its_line(folder, old, new, line, said):
     with pytest.raises((DeploymentError, PackError), match=re.escape(said)) as raised:
         deployment = Deployment.read(written(folder, text.replace(old, new, 1)))
         cost_of(deployment, deployment.open_packs())
+        deployment.opentelemetry()
     if "no YAML: month" not in said:
         assert f"watch.yaml, line {line}" in str(raised.value), raised.value
 

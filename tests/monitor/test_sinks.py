@@ -287,6 +287,7 @@ def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
         "coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0, "excluded": 0, "shed": 0}
         | sums,
         "unseen": unseen,
+        "deployments": [],
     }
     assert len(unseen) > 3
 

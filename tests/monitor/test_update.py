@@ -1,9 +1,11 @@
 """What is watched changes while the host generates: from a token on, whole, and as an oracle that replays it says."""
 
+import json
 import re
 import threading
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -102,6 +104,8 @@ def test_changes_are_those_of_a_replay(folder, arena):  # noqa: F811
 
 def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_nothing(folder):  # noqa: F811
     base = text_of(folder).replace("action: stop", "action: record")
+    for kind in ("jsonl", "parquet"):
+        base += f"{'' if 'sinks:' in base else 'sinks:'}\n  - {{kind: {kind}, path: told.{kind}, overwrite: true}}"
     better = base.replace("always_on: [c11]", "exclude: [c26]").replace("above: 0.2", "above: 0.1")
     bad = {
         "keep_top_k: 5": ("keep_top_k: 6", r"line \d+: cascade: cascade cannot change while it runs"),
@@ -131,6 +135,12 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
     assert not run.failures and [one.deployment for one in run.watches] == [
         DynamicProbeManager.from_deployment(folder / name).deployment.sha256 for name in ("watch.yaml", "edited.yaml")
     ]
+    first, then = (one.deployment for one in run.watches)
+    lines = [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+    assert [line["deployment"] for line in lines] == [first] * 10 + [then] * (len(lines) - 10)
+    assert {line["coverage"].get("excluded", 0) for line in lines[:10]} == {0} != {lines[10]["coverage"]["excluded"]}
+    about = json.loads(pq.read_table(folder / "told.parquet").schema.metadata[b"probemon"])
+    assert [(one["deployment"], one["position"]) for one in about["deployments"]] == [(first, 0), (then, 10)]
     assert run.result(out).watches[-1] == (0, 10, 1)
     assert run.result(out).deployment == run.watches[1].deployment
     above = {(event.concept, event.above) for event in run.events}

@@ -4,10 +4,12 @@ import hashlib
 import json
 
 import pytest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from conftest import make_pack
+from local_servers import answering
 from probemon import DynamicProbeManager
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, DeploymentError
 from probemon.monitor.deployment import Deployment
 from probemon.serving.served import Served
 from running_server import LIMITS, Running, demo_tokenizer, tiny_host
@@ -54,7 +56,7 @@ def test_rules_of_the_file_are_told_and_stop_beside_those_of_the_request(parts):
     told = whole["choices"][0]["message"]["probemon"]
     assert status == 200 and whole["choices"][0]["finish_reason"] == "length"
     assert {(event["concept"], event["action"]) for event in told["events"]} == {("c1", "tell"), ("c2", "tell")}
-    assert told["summary"]["deployment"] == served.deployment.sha256
+    assert told["summary"]["deployment"] == served.holding.now.deployment.sha256
     status, cut = answer_of(served_by(parts, {**record, "for_tokens": 3, "action": "stop"}))
     [choice] = cut["choices"]
     assert status == 200 and choice["finish_reason"] == "content_filter"
@@ -127,7 +129,7 @@ def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
     named = {line for line in found if line.startswith("probemon_fired_total{")}
     assert len(named) == 12 and 'probemon_fired_total{concept="c39"}' in named
     [info] = [line for line in found if line.startswith("probemon_info") and found[line]]
-    assert f'deployment="{served.deployment.sha256}"' in info
+    assert f'deployment="{served.holding.now.deployment.sha256}"' in info
     ids = {json.loads(answer.content)["id"] for answer in answers}
     assert exemplars.headers["content-type"].startswith("application/openmetrics-text")
     assert any(f'# {{request="{one}"}}' in exemplars.content.decode() for one in ids)
@@ -136,3 +138,96 @@ def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
 def test_a_server_has_no_second_port_for_metrics(parts):
     with pytest.raises(ConfigError, match="a server shows them at /metrics of its own"):
         served_by(parts, metrics={"port": 9464})
+
+
+def test_answers_are_events_of_opentelemetry_with_their_ids(parts):
+    received = []
+
+    def take(path, headers, body):
+        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
+            for of_scope in of_resource.scope_logs:
+                received.extend({one.key: one.value.string_value for one in r.attributes} for r in of_scope.log_records)
+        return 200, "application/x-protobuf", b""
+
+    rule = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    with answering(take) as address:
+        served = served_by(parts, rule, opentelemetry={"endpoint": address})
+        ids = [answer_of(served)[1]["id"] for _ in range(2)]
+    told = [(one["gen_ai.response.id"], one["gen_ai.evaluation.name"]) for one in received]
+    assert told == [(id_, f"probemon.{name}") for id_ in ids for name in ("c1", "generation")]
+
+
+def test_a_file_that_is_read_again_holds_for_answers_under_way_from_their_next_token(parts):
+    record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    served = served_by(parts, record, always_on=["c5"])
+    first, folder = served.holding.now.deployment.sha256, parts[0]
+    running, seen = Running(served, token=None), []
+    decoder = served.model.model
+
+    def reload(module, args, kwargs):
+        seen.append(kwargs["input_ids"].shape[1])
+        if len(seen) == 4:  # before the third token is run
+            deployment_of(folder, record, {**record, "concepts": ["c2"], "for_tokens": 2}, exclude=["c3"])
+            assert served.holding.reload() == 0
+
+    handle = decoder.register_forward_pre_hook(reload, with_kwargs=True)
+    try:
+        answers = [running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": {}}, Authorization=None)]
+        handle.remove()
+        answers.append(running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": {}}, Authorization=None))
+    finally:
+        handle.remove()
+        running.close()
+    told = [json.loads(answer.content)["choices"][0]["message"]["probemon"] for answer in answers]
+    newer = served.holding.now.deployment.sha256
+    assert newer != first and [one["summary"]["deployment"] for one in told] == [newer, newer]
+    begin = told[0]["tokens"][0]["position"]
+    met = [[(event["concept"], event["position"] - begin) for event in one["events"]] for one in told]
+    assert met == [[("c1", 0), ("c2", 3)], [("c1", 0), ("c2", 1)]]
+
+
+@pytest.mark.parametrize(
+    ("rules", "more", "said"),
+    [
+        ([{"concepts": ["c99"], "action": "stop", "on_blind": "pass"}], {}, "has no concept 'c99'"),
+        ([], {"cascade": {"keep_top_k": 5}}, "cascade cannot change while it runs"),
+        ([{"concepts": ["c1"], "action": "stop", "on_blind": "pass", "above": 0.1}], {"exclude": ["c1"]}, "leave it"),
+    ],
+)
+def test_a_bad_file_is_refused_while_the_old_one_holds(parts, rules, more, said):
+    record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    served = served_by(parts, record)
+    before = served.holding.now
+    deployment_of(parts[0], *rules, **more)
+    with pytest.raises(DeploymentError, match=said):
+        served.holding.reload()
+    assert served.holding.now is before
+
+
+def test_a_rule_of_a_request_that_the_file_now_excludes_goes_on_as_it_began(parts):
+    served = served_by(parts)
+    running, decoder, told = Running(served, token=None), served.model.model, []
+
+    def reload(module, args, kwargs):
+        if not told:
+            deployment_of(parts[0], exclude=["c2"])
+            told.append(served.holding.reload())
+
+    own = {"rules": [{"concept": "c2", "above": 0.0}]}
+    handle = decoder.register_forward_pre_hook(reload, with_kwargs=True)
+    try:
+        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+        refused = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+    finally:
+        handle.remove()
+        running.close()
+    events = json.loads(answer.content)["choices"][0]["message"]["probemon"]["events"]
+    assert told == [1] and [event["concept"] for event in events] == ["c2"]
+    assert refused.status == 400 and "leave it" in json.loads(refused.content)["error"]["message"]
+
+
+def test_a_budget_and_a_breaker_are_of_all_answers_together(parts):
+    served = served_by(parts, budget={"ms": 1e-6}, breaker={"errors": 1})
+    for _ in range(3):
+        answer_of(served)
+    assert served.ladder.rung > 0 and served.circuit.state == "closed"

@@ -1,0 +1,132 @@
+"""OtlpLogs: sends records of logs to an OpenTelemetry collector, and never waits for it.
+
+logs = OtlpLogs("http://localhost:4318")       # MissingExtra, ConfigError
+logs.emit(event_name="...", attributes={...})  # queued, or lost where MOST_WAITING wait
+logs.close()                                   # sends what is queued, and takes at most CLOSE_SECONDS
+logs.n_emitted, logs.n_sent, logs.n_lost       # n_lost: that the collector did not take; once it is closed
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+from urllib.parse import urlsplit
+
+from probemon.core.checks import shown
+from probemon.errors import ConfigError, MissingExtra
+
+LOG = logging.getLogger("probemon")
+SCOPE = "probemon"
+MOST_WAITING = 2048  # records
+SEND_SECONDS = 1  # one attempt; the exporter's own default would be ten
+CLOSE_SECONDS = 1.5  # the end of a run takes less than two
+
+
+class OtlpLogs:
+    """`endpoint`: the collector's address, as `http://host:4318`, or with the path that takes logs (`/v1/logs`).
+
+    Headers, a certificate and the resource are taken from the environment, as of every exporter (`OTEL_...`).
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = check_endpoint(endpoint)
+        from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+        from opentelemetry.sdk._logs import LoggerProvider
+        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
+        self._exporter = _CountedExporter(OTLPLogExporter(endpoint=self.endpoint, timeout=SEND_SECONDS))
+        # At exit it would wait for as long as it takes: `close` is what ends it.
+        self._provider = LoggerProvider(shutdown_on_exit=False)
+        processor = BatchLogRecordProcessor(
+            self._exporter,  # type: ignore[arg-type]
+            schedule_delay_millis=1000,
+            max_export_batch_size=512,
+            export_timeout_millis=1000 * SEND_SECONDS,
+            max_queue_size=MOST_WAITING,
+        )
+        self._provider.add_log_record_processor(processor)
+        self._logger = self._provider.get_logger(SCOPE, version("probemon"))
+        self._lock = threading.Lock()
+        self.n_emitted = 0
+
+    @property
+    def n_sent(self) -> int:
+        """Return how many records the collector has taken."""
+        return self._exporter.n_sent
+
+    @property
+    def n_lost(self) -> int:
+        """Return how many records it has not."""
+        return self.n_emitted - self.n_sent
+
+    def emit(self, **record: Any) -> None:
+        """Queue a record, and wait for nobody; `record`: the arguments of OpenTelemetry's `Logger.emit`."""
+        with self._lock:
+            self.n_emitted += 1
+        self._logger.emit(**record)
+
+    def close(self) -> None:
+        """Send what is queued, within CLOSE_SECONDS, and say what was lost."""
+        # The SDK gives itself half a minute, and no way to give it less.
+        closing = threading.Thread(target=self._provider.shutdown, name="probemon closes OpenTelemetry", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        self._exporter.give_up()
+        if self.n_lost:
+            LOG.warning(
+                "the collector at %s has not taken %d of %d records of OpenTelemetry",
+                self.endpoint,
+                self.n_lost,
+                self.n_emitted,
+            )
+
+
+class _CountedExporter:
+    """Counts what an exporter of OpenTelemetry has sent, until it is given up."""
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter, self.n_sent, self._over = exporter, 0, False
+
+    def give_up(self) -> None:
+        self._over = True
+
+    def export(self, batch: Sequence[Any]) -> Any:
+        if self._over:
+            return None
+        result = self._exporter.export(batch)
+        if result.name == "SUCCESS":
+            self.n_sent += len(batch)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 1000 * SEND_SECONDS) -> bool:
+        return bool(self._exporter.force_flush(timeout_millis))
+
+
+def check_endpoint(endpoint: object) -> str:
+    """Return where a collector takes logs: an address without a path is that of the collector itself.
+
+    Raises `ConfigError`, and `MissingExtra` where nothing could be sent there.
+    """
+    try:
+        parts = urlsplit(endpoint if isinstance(endpoint, str) else "")
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"endpoint is {shown(endpoint)}: give the address of a collector that takes OTLP over HTTP, as"
+            " http://localhost:4318"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http._log_exporter
+        import opentelemetry.sdk._logs.export  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(
+            "an endpoint for OpenTelemetry needs its SDK and exporter: pip install 'probemon[otel]'"
+        ) from error
+    return parts._replace(path="/v1/logs").geturl() if parts.path in ("", "/") else parts.geturl()

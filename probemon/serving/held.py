@@ -1,0 +1,94 @@
+"""Held: what a server's deployment file says now, which is replaced whole when the file is read again.
+
+    holding = Holding(manager, deployment)
+    with holding.answering(answer) as held: ...     # `answer.hold_to(held)` is called when it changes meanwhile
+    holding.reload()                                # DeploymentError where the file is wrong: what held before goes on
+
+Of a file that is read again rules, what is always on and what is excluded may have changed, and its name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from probemon.errors import ConfigError, UnknownConcept
+from probemon.manager import DynamicProbeManager
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.rules import Rule
+
+
+@dataclass(frozen=True)
+class Held:
+    """`deployment`: of a server without a file None. `always_on`, `exclude`: None where the manager's settings say."""
+
+    deployment: Deployment | None = None
+    rules: tuple[Rule, ...] = ()
+    always_on: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] | None = None
+
+
+class Answer(Protocol):
+    """An answer under way."""
+
+    def hold_to(self, held: Held) -> None:
+        """Hold to what the file says now, from the next token on."""
+
+
+class Holding:
+    """`now` holds for what begins. Any thread may ask."""
+
+    def __init__(self, manager: DynamicProbeManager, deployment: Deployment | None) -> None:
+        self._manager, self._lock, self._answers = manager, threading.Lock(), list[Answer]()
+        self.now = Held() if deployment is None else Held(deployment, tuple(deployment.rules(manager.pack)))
+        self.check_room([])
+
+    @contextmanager
+    def answering(self, answer: Answer) -> Iterator[Held]:
+        """Give what holds, and tell the answer where that changes while the block runs."""
+        with self._lock:
+            self._answers.append(answer)
+            held = self.now
+        try:
+            yield held
+        finally:
+            with self._lock:
+                self._answers.remove(answer)
+
+    def check_room(self, probes: Sequence[int]) -> None:
+        """Raise `ConfigError`, `ArenaFull` where rules on more probes do not fit what holds."""
+        self._check(self.now, probes, "the rules of a request")
+
+    def reload(self) -> int:
+        """Read the file again; all that is under way holds to it from its next token on, and what begins from now on.
+
+        Returns how many answers go on as they began, since rules of their requests are on what is now excluded. Raises
+        `DeploymentError`, and changes nothing then.
+        """
+        before = self.now.deployment
+        if before is None:
+            raise ConfigError("this server has no deployment file that could be read again: start it with --deployment")
+        newer = Deployment.read(before.path)
+        before.check_only_rules_differ(newer)
+        always_on, exclude = (tuple(newer.content.get(name, ())) for name in ("always_on", "exclude"))
+        held = Held(newer, tuple(newer.rules(self._manager.pack)), always_on, exclude)
+        with newer.errors_of_settings():
+            self._check(held, [], "the rules of the file")
+        with self._lock:
+            self.now, answers = held, list(self._answers)
+        return sum(not _told(answer, held) for answer in answers)
+
+    def _check(self, held: Held, probes: Sequence[int], what: str) -> None:
+        all_probes = [*(rule.probe for rule in held.rules), *probes]
+        self._manager.engine.check_room(self._manager.plan_with(all_probes, held.exclude, held.always_on), what)
+
+
+def _told(answer: Answer, held: Held) -> bool:
+    try:
+        answer.hold_to(held)
+    except (ConfigError, UnknownConcept):
+        return False
+    return True

@@ -1,0 +1,332 @@
+"""Events of OpenTelemetry: what a run knows, in the caller's span, and nothing that anybody wrote."""
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from opentelemetry.sdk.trace import TracerProvider
+from transformers import GenerationConfig
+
+from blinded import Blinded
+from conftest import OLDEST, PAD, make_pack
+from corpora import make_tokenizer
+from local_servers import answering, nobody, silent
+from probemon import DynamicProbeManager
+from probemon.errors import ConceptRaised, ConfigError
+from probemon.monitor.otel_events import LABELS, UNSEEN_ERRORS, OpenTelemetryEvents
+from probemon.monitor.otlp_logs import check_endpoint
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+PROMPTS = torch.tensor([[PAD, PAD, 5, 6, 7], [8, 9, 10, 11, 12]])
+MASK = (PROMPTS != PAD).long()
+NAME, LABEL, VALUE = (f"gen_ai.evaluation.{name}" for name in ("name", "score.label", "score.value"))
+OF_EVENTS = {
+    NAME, LABEL, VALUE, "gen_ai.evaluation.explanation", "probemon.concept", "probemon.threshold", "probemon.score",
+    "probemon.aggregator", "probemon.for_tokens", "probemon.action", "probemon.token.row", "probemon.token.column",
+    "probemon.pack", "probemon.generation",
+}  # fmt: skip
+
+
+@pytest.fixture
+def memory():
+    exporter, provider = InMemoryLogRecordExporter(), LoggerProvider(shutdown_on_exit=False)
+    provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
+    return provider, lambda: [one.log_record for one in exporter.get_finished_logs()]
+
+
+@pytest.fixture
+def tracer():
+    return TracerProvider(shutdown_on_exit=False).get_tracer("an application")
+
+
+def ids_of(record):
+    return record.trace_id, record.span_id
+
+
+def test_events_are_those_of_the_run_and_belong_to_the_callers_span(model, pack, memory, tracer):
+    provider, records = memory
+    manager = DynamicProbeManager(pack)
+    with manager.attach(model) as run:
+        run.on(["c1", "c9"], above=0.0, aggregate="ema:0.3", action="record")
+        run.on("c3", above=0.0, for_tokens=3, action="stop")
+        run.follow(OpenTelemetryEvents(provider=provider))
+        with tracer.start_as_current_span("chat") as span:
+            out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+        model.generate(PROMPTS[1:], **GREEDY)  # outside of any span
+    context, told = span.get_span_context(), records()
+    assert {one.event_name for one in told} == {"gen_ai.evaluation.result"}
+    of_first = [one for one in told if one.attributes["probemon.generation"] == 0]
+    assert {ids_of(one) for one in of_first} == {(context.trace_id, context.span_id)}
+    assert {ids_of(one) for one in told if one not in of_first} == {(0, 0)}
+    *events, end = (dict(one.attributes) for one in of_first)
+    met = [event for event in run.events if event.generation == 0]
+    assert len(events) == len(met) == 6 and all(set(one) == OF_EVENTS for one in events)
+    for one, event in zip(events, met, strict=True):
+        assert (one[NAME], one["probemon.concept"], one[LABEL]) == (f"probemon.{event.concept}", event.concept, "fired")
+        assert (one[VALUE], one["probemon.score"], one["probemon.threshold"]) == (event.value, event.score, event.above)
+        assert (one["probemon.token.row"], one["probemon.token.column"]) == (event.row, event.column)
+        assert one["probemon.action"] == ("stop" if event.concept == "c3" else "record")
+        assert one["gen_ai.evaluation.explanation"].startswith(" > ".join(event.path))
+    totals = run.result(out).coverage.totals()
+    for name in ("active", "dropped", "not_reached", "evaluated"):
+        assert end[f"probemon.coverage.{name}"] == totals[name]
+    assert end["probemon.coverage.probes"] == 40 * int(run.result(out).coverage.seen.sum())
+    assert (end["probemon.tokens.prompt"], end["probemon.tokens.generated"]) == (8, 2 * (out.shape[1] - 6))
+    assert end["probemon.tokens.unseen"] == 0 and "error.type" not in end and end["probemon.rows"] == 2
+    assert (end[NAME], end[LABEL]) == ("probemon.generation", "fired") and end["probemon.fired"] == ("c1", "c3", "c9")
+
+
+def test_nothing_that_somebody_wrote_is_sent(model, pack, memory):
+    """Neither text nor ids of tokens: of ids that no number of an event is, none is in any value."""
+    provider, records = memory
+    prompt = torch.tensor([[41, 43, 47, 53, 59]])
+    with DynamicProbeManager(pack).attach(model, make_tokenizer()) as run:
+        run.on("c*", above=0.0, action="record")
+        run.follow(OpenTelemetryEvents(provider=provider))
+        out = model.generate(prompt, **GREEDY)
+    told = records()
+    written = {int(token) for token in out[0] if int(token) > 13}
+    assert len(told) == 41 and {event.token_id for event in run.events} & written
+    for one in told[:-1]:
+        assert not one.body and not written & {value for value in one.attributes.values() if isinstance(value, int)}
+        assert set(one.attributes) == OF_EVENTS
+    assert told[-1].attributes["probemon.fired"] == tuple(sorted(f"c{i}" for i in range(40)))
+
+
+def test_a_generation_in_which_no_rule_is_met_says_so_and_without_rules_nothing_is_claimed(model, pack, memory):
+    provider, records = memory
+    manager = DynamicProbeManager(pack)
+    for rules in (1, 0):
+        with manager.attach(model) as run:
+            run.follow(OpenTelemetryEvents(provider=provider))
+            if rules:
+                run.on("c1", above=0.9999999)
+            model.generate(PROMPTS[1:], **GREEDY)
+    with_rule, without = (dict(one.attributes) for one in records())
+    assert with_rule[LABEL] == "not_fired" and with_rule["probemon.rules"] == 1 and with_rule["probemon.fired"] == ()
+    assert LABEL not in without and without["probemon.rules"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
+def test_what_was_not_seen_is_no_silence(model, pack, memory):
+    provider, records = memory
+    with DynamicProbeManager(pack).attach(model, on_gap=lambda gap: None) as run:
+        run.on("c1", above=0.9999999, on_blind="record")
+        run.follow(OpenTelemetryEvents(provider=provider))
+        with Blinded(model, lost={2, 4}):
+            out = model.generate(PROMPTS[1:], **GREEDY)
+    *events, end = (dict(one.attributes) for one in records())
+    assert [one["probemon.token.column"] for one in events] == [6, 8] == [event.column for event in run.events]
+    for one in (*events, end):
+        assert one[LABEL] == "unseen" in LABELS and one["error.type"] == "alignment_gap" in UNSEEN_ERRORS
+        assert VALUE not in one
+    assert end["probemon.tokens.unseen"] == run.result(out).coverage.n_unseen - 1 == 2  # but for the last, never run
+
+
+@pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
+def test_a_state_that_is_no_number_has_an_error_of_its_own(model, pack, memory):
+    provider, records = memory
+    handle = model.model.layers[1].register_forward_hook(
+        lambda module, args, output: torch.full_like(output, float("nan")) if output.shape[1] == 1 else output
+    )
+    with DynamicProbeManager(pack).attach(model) as run:
+        run.on("c1", above=0.9999999)
+        run.follow(OpenTelemetryEvents(provider=provider))
+        model.generate(PROMPTS[1:], **GREEDY)
+    handle.remove()
+    [end] = records()
+    assert (end.attributes["error.type"], end.attributes["probemon.tokens.unseen"]) == ("not_finite", 5)
+
+
+def test_an_error_that_ends_a_generation_is_named(model, pack, memory, tracer):
+    provider, records = memory
+    with DynamicProbeManager(pack).attach(model) as run, pytest.raises(ConceptRaised):
+        run.on("c1", above=0.0, action="raise")
+        run.follow(OpenTelemetryEvents(provider=provider))
+        with tracer.start_as_current_span("chat") as span:
+            model.generate(PROMPTS[1:], **GREEDY)
+    event, end = records()
+    assert event.attributes["probemon.action"] == "raise" and "error.type" not in event.attributes
+    assert (end.attributes["error.type"], end.attributes[LABEL]) == ("ConceptRaised", "fired")
+    assert end.span_id == span.get_span_context().span_id
+
+
+@pytest.mark.skipif(OLDEST, reason="continuous batching of transformers 5.0 is refused")
+def test_requests_of_continuous_batching_are_found_by_their_id(model, pack, memory, tracer):
+    provider, records = memory
+    from transformers import ContinuousBatchingConfig
+
+    with DynamicProbeManager(pack).attach(model) as run, tracer.start_as_current_span("not theirs"):
+        run.on("c1", above=0.0, action="record")
+        run.follow(OpenTelemetryEvents(provider=provider))
+        outputs = model.generate_batch(
+            [[8, 9, 10], [11, 12]],
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=3, pad_token_id=PAD, eos_token_id=60),
+            continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=64),
+            progress_bar=False,
+        )
+    told = records()
+    assert {ids_of(one) for one in told} == {(0, 0)}
+    assert Counter(one.attributes["gen_ai.response.id"] for one in told) == dict.fromkeys(outputs, 2)
+    generations = {event.request: event.generation for event in run.events}
+    for one in told:
+        assert one.attributes["probemon.generation"] == generations[one.attributes["gen_ai.response.id"]]
+
+
+def test_without_a_span_means_without_the_current_one(memory, tracer):
+    provider, records = memory
+    with OpenTelemetryEvents(provider=provider) as events, tracer.start_as_current_span("another") as span:
+        events.emit({}, in_span=True)
+        events.emit({}, in_span=False)
+    events.emit({}, in_span=True)  # it is closed
+    assert [one.span_id for one in records()] == [span.get_span_context().span_id, 0]
+
+
+def test_a_stream_belongs_to_the_span_of_who_asked_for_it(model, pack, memory, tracer):
+    provider, records = memory
+
+    def prepare(run):
+        run.on("c1", above=0.0, action="record")
+        run.follow(OpenTelemetryEvents(provider=provider))
+
+    with tracer.start_as_current_span("chat") as span:
+        events = DynamicProbeManager(pack).stream(model, make_tokenizer(), "some words", prepare=prepare, **GREEDY)
+    assert len(list(events)) == 6 and len(records()) == 2
+    assert {one.span_id for one in records()} == {span.get_span_context().span_id}
+
+
+# -- a collector ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def collector():
+    """Yield the address of a collector and the list of records that it was sent, with their scope."""
+    received = []
+
+    def take(path, headers, body):
+        assert (path, headers["Content-Type"]) == ("/v1/logs", "application/x-protobuf")
+        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
+            for of_scope in of_resource.scope_logs:
+                received.extend((of_scope.scope.name, record) for record in of_scope.log_records)
+        return 200, "application/x-protobuf", b""
+
+    with answering(take) as address:
+        yield address, received
+
+
+def value_of(record, name):
+    [value] = [one.value for one in record.attributes if one.key == name]
+    return getattr(value, value.WhichOneof("value"))
+
+
+def threads_of_the_sdk():
+    return [thread for thread in threading.enumerate() if "Otel" in thread.name or "OpenTelemetry" in thread.name]
+
+
+def test_a_collector_receives_every_event_by_the_end_of_the_run(model, pack, tracer):
+    with collector() as (address, received):
+        with DynamicProbeManager(pack).attach(model) as run:
+            run.on(["c1", "c9"], above=0.0, action="record")
+            run.follow(OpenTelemetryEvents(endpoint=address))
+            with tracer.start_as_current_span("chat") as span:
+                model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+        assert len(received) == 5 == len(run.events) + 1 and not threads_of_the_sdk()
+    context = span.get_span_context()
+    for (scope, record), event in zip(received, run.events, strict=False):
+        assert (scope, record.event_name) == ("probemon", "gen_ai.evaluation.result")
+        assert int.from_bytes(record.trace_id) == context.trace_id and int.from_bytes(record.span_id) == context.span_id
+        assert value_of(record, NAME) == f"probemon.{event.concept}" and value_of(record, VALUE) == event.value
+
+
+def test_one_serves_runs_at_the_same_time_and_closes_with_the_last(model, pack):
+    manager = DynamicProbeManager(pack)
+    with collector() as (address, received):
+        events = OpenTelemetryEvents(endpoint=address)
+        for block in (None, events):
+            if block is not None:
+                block.__enter__()
+            for _ in range(2):
+                with manager.attach(model) as run, manager.attach(model) as other:
+                    for one in (run, other):
+                        one.on("c1", above=0.0, action="record")
+                        one.follow(events)
+                    model.generate(PROMPTS[1:], **GREEDY)
+                assert bool(threads_of_the_sdk()) == (block is not None)
+        events.__exit__(None, None, None)
+        assert len(received) == 2 * 2 * 2 * 2 and not threads_of_the_sdk()
+
+
+@pytest.mark.parametrize("away", [nobody, silent])
+def test_a_collector_that_is_away_changes_nothing_and_delays_the_end_by_two_seconds_at_most(model, pack, away, caplog):
+    expected = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    with away() as address:
+        events = OpenTelemetryEvents(endpoint=address)
+        with DynamicProbeManager(pack).attach(model) as run:
+            run.on("c*", above=0.0, action="record")
+            run.follow(events)
+            out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+            for _ in range(3000):  # more than wait
+                events.emit({}, in_span=True)
+            begin = time.monotonic()
+        took = time.monotonic() - begin
+    assert torch.equal(out, expected) and len(run.events) == 80 and took < 2, took
+    assert "has not taken 3081 of 3081 records" in caplog.text
+
+
+def test_a_process_ends_although_a_collector_never_answers():
+    """And although nobody closes what sends to it."""
+    with silent() as address:
+        script = f"""
+import time
+from probemon.monitor.otlp_logs import OtlpLogs
+logs = OtlpLogs({address!r})
+for _ in range(600):  # a batch is under way
+    logs.emit(event_name="e", attributes={{}})
+time.sleep(0.3)
+print(time.time())
+"""
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+        assert time.time() - float(done.stdout) < 2, done.stderr
+
+
+def test_a_deployment_file_sends_events_of_every_run(model, tmp_path):
+    make_pack(tmp_path / "pack", model)
+    sha256 = hashlib.sha256((tmp_path / "pack/manifest.json").read_bytes()).hexdigest()
+    rule = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    content = {"deployment": 1, "packs": [{"pack": "pack", "manifest_sha256": sha256}], "rules": [rule]}
+    with collector() as (address, received):
+        (tmp_path / "watch.json").write_text(json.dumps({**content, "opentelemetry": {"endpoint": address}}))
+        manager = DynamicProbeManager.from_deployment(tmp_path / "watch.json")
+        for _ in range(2):
+            with manager.attach(model):
+                model.generate(PROMPTS[1:], **GREEDY)
+    assert [value_of(record, NAME) for _, record in received] == 2 * ["probemon.c1", "probemon.generation"]
+    assert {value_of(record, "probemon.deployment") for _, record in received} == {manager.deployment.sha256}
+
+
+def test_addresses_are_those_of_otlp_over_http():
+    assert check_endpoint("http://localhost:4318") == "http://localhost:4318/v1/logs"
+    assert check_endpoint("https://here/prefix/v1/logs?a=b") == "https://here/prefix/v1/logs?a=b"
+    for wrong in ("localhost:4317", "grpc://localhost:4317", "http://", 4318):
+        with pytest.raises(ConfigError, match="as http://localhost:4318"):
+            OpenTelemetryEvents(endpoint=wrong)
+    with pytest.raises(ConfigError, match="give the one or the other"):
+        OpenTelemetryEvents(endpoint="http://localhost:4318", provider=LoggerProvider(shutdown_on_exit=False))
+
+
+def test_without_a_provider_it_is_said_that_events_go_nowhere(model, pack, caplog):
+    with caplog.at_level(logging.WARNING), DynamicProbeManager(pack).attach(model) as run:
+        run.follow(OpenTelemetryEvents())
+        model.generate(PROMPTS[1:], **GREEDY)
+    assert "OpenTelemetry has no provider of logs" in caplog.text

@@ -46,7 +46,7 @@ def series_8000_concepts(folder: Path) -> dict[str, Any]:
 
 
 def scrape_ms(folder: Path) -> dict[str, Any]:
-    """Time a scrape of a run with 100 concepts by name, the median, and count its bytes."""
+    """Time a scrape of a run with 100 concepts by name, between audited tokens, the median, and count its bytes."""
     seconds: list[float] = []
     text = _exposition_of_random(folder, 200, [f"c{i}" for i in range(_CONCEPTS)], seconds)
     return {"value": round(1e3 * statistics.median(seconds), 3), "bytes": len(text.encode()), "bar": "< 5"}

@@ -63,6 +63,10 @@ def check(
     if cost.n_watched < cost.n_probes:
         n_left_out = cost.n_probes - cost.n_watched
         say(f"{cost.n_watched} probes are watched; include, exclude and depth leave out {n_left_out}")
+    metrics = deployment.metrics(pack)
+    if metrics is not None:
+        where = f"at {metrics.get('address', '127.0.0.1')} port {metrics['port']}" if "port" in metrics else "to show"
+        say(f"metrics {where}; concepts by name: {len(metrics['concepts'])}")
     host = deployment.content.get("host", {})
     say("host: " + (", ".join(f"{name} {value}" for name, value in host.items()) or "any that the packs fit"))
     if rules:

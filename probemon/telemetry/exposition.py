@@ -23,21 +23,33 @@ def several_processes() -> bool:
     return bool(values.ValueClass._multiprocess)
 
 
-def readable(registry: Any) -> Any:
-    """Return what is to be shown: the registry, or where several processes count together, the sum of them all."""
-    if not several_processes():
-        return registry
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.multiprocess import MultiProcessCollector
+class Shown:
+    """A collector of what is to be shown: what the registry has, or where several processes count together, the sum of
+    them all; of counters and histograms of ours without when they began, which is a line beside each of theirs.
+    """
 
-    try:
-        together = CollectorRegistry()
-        MultiProcessCollector(together)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise ConfigError(
-            f"PROMETHEUS_MULTIPROC_DIR has to be a folder, empty before the first start: {error}"
-        ) from error
-    return together
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+        if several_processes():
+            from prometheus_client import CollectorRegistry
+            from prometheus_client.multiprocess import MultiProcessCollector
+
+            try:
+                self._registry = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
+            except ValueError as error:
+                what = "PROMETHEUS_MULTIPROC_DIR has to be a folder, empty before the first start"
+                raise ConfigError(f"{what}: {error}") from error
+
+    def describe(self) -> list[Any]:
+        """Return the families, by whose names a scrape can ask for some of them."""
+        return list(self.collect())
+
+    def collect(self) -> Iterator[Any]:
+        """Yield every family as it is now."""
+        for family in self._registry.collect():
+            if family.name.startswith("probemon_") and family.type in ("counter", "histogram"):
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 def exposition(registry: Any, accept: str = "") -> tuple[bytes, str]:
@@ -45,7 +57,7 @@ def exposition(registry: Any, accept: str = "") -> tuple[bytes, str]:
     from prometheus_client.exposition import choose_encoder
 
     encode, content_type = choose_encoder(accept)
-    return encode(readable(registry)), content_type
+    return encode(Shown(registry)), content_type  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -65,9 +77,11 @@ def served(registry: Any, port: int, address: str = "127.0.0.1") -> Iterator[int
 
 def begin_serving(registry: Any, port: int, address: str = "127.0.0.1") -> tuple[Any, Any]:
     """Show the metrics at /metrics from now on; the server and its thread. Raises `ConfigError`."""
-    from prometheus_client import start_http_server
+    from prometheus_client import CollectorRegistry, start_http_server
 
+    shown = CollectorRegistry()
+    shown.register(Shown(registry))  # type: ignore[arg-type]
     try:
-        return start_http_server(port, addr=address, registry=readable(registry))
+        return start_http_server(port, addr=address, registry=shown)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot show metrics at {address} port {port}: {error}; give another port") from error

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from probemon.engine.audit import Audit
+from probemon.engine.audit import Audit, Estimate
 from probemon.telemetry.metric_families import FAMILIES, ROUTING, SCRAPE
 from probemon.telemetry.routing_metrics import RoutingSums
 
@@ -28,6 +28,7 @@ class ScrapedMetrics:
     def __init__(self) -> None:
         self.arenas, self.routing = Arenas(), RoutingSums()
         self._audit = Audit(0)
+        self._estimated: tuple[Audit | None, tuple[tuple[str, Estimate | None], ...]] = (None, ())
         self._lock = threading.Lock()
 
     def add_audit(self, audit: Audit) -> None:
@@ -47,10 +48,8 @@ class ScrapedMetrics:
 
     def collect(self) -> Iterator[Any]:
         """Yield every family as it is now."""
-        with self._lock:
-            audit = self._audit
         recalls = FAMILIES["probemon_audit_recall"].scraped()
-        for of, recall in (("firing", audit.firing_recall), ("top", audit.top_recall)):
+        for of, recall in self._recalls():
             for bound in ("value", "low", "high") if recall is not None else ():
                 recalls.add_metric([of, bound], getattr(recall, bound))
         yield recalls
@@ -61,6 +60,16 @@ class ScrapedMetrics:
                 family.add_metric([label], values[label])
             yield family
         yield from self.routing.collect()
+
+    def _recalls(self) -> tuple[tuple[str, Estimate | None], ...]:
+        """Return the recall of what fires and of the best, estimated anew only where there are new audits."""
+        with self._lock:
+            audit, (of, known) = self._audit, self._estimated
+        if of is not audit:
+            known = (("firing", audit.firing_recall), ("top", audit.top_recall))
+            with self._lock:
+                self._estimated = (audit, known)
+        return known
 
 
 class Arenas:

@@ -278,6 +278,14 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, t
     (tmp_path / "sends.yaml").write_text(f"{page}opentelemetry: {{endpoint: 'http://localhost:4318'}}\n")
     code, out, _ = checked(str(tmp_path / "sends.yaml"))
     assert code == 0 and "events of OpenTelemetry: to http://localhost:4318" in out
+    text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
+    for concepts, status, words in (
+        ('["ship"]', 0, "metrics at 127.0.0.1 port 9464; concepts by name: 1"),
+        ('["*"]', 2, "metrics.concepts: 479 concepts, each a series of its own: name at most 100"),
+    ):
+        (tmp_path / "watch.yaml").write_text(f"{text}metrics: {{port: 9464, concepts: {concepts}}}\n")
+        code, out, error = checked(str(tmp_path / "watch.yaml"))
+        assert code == status and words in " ".join((out + error).split())
     code, out, error = checked("pyproject.toml")
     assert code == 2 and not out and error.count("\n") == 1 and "pyproject.toml" in error
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conftest import make_pack
+from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError
 
@@ -62,6 +63,32 @@ def test_runs_of_a_file_are_counted_at_its_port(model, folder):
     assert f'deployment="{manager.deployment.sha256}"' in next(one for one in found if one.startswith("probemon_info"))
     with pytest.raises(ConfigError, match=rf"port {port} name c1, c3, .* already"):
         DynamicProbeManager.from_deployment(written(folder, concepts=["c2"], port=port))
+
+
+def test_an_edited_file_is_what_is_watched_from_then_on(model, folder):
+    port = free_port()
+    manager = DynamicProbeManager.from_deployment(written(folder, port=port))
+    with manager.attach(model) as run:
+        before = run.deployment.sha256
+        content = json.loads((folder / "watch.json").read_text())
+        (folder / "watch.json").write_text(json.dumps({**content, "exclude": ["c7"]}))
+        run.update(folder / "watch.json")
+        model.generate(PROMPT, **GREEDY)
+        told = {name: value for name, value in shown(port).items() if name.startswith("probemon_info")}
+    assert run.deployment.sha256 != before and len(told) == 2
+    for sha256, value in ((before, 0), (run.deployment.sha256, 1)):
+        assert [n for name, n in told.items() if f'deployment="{sha256}"' in name] == [value]
+
+
+def test_streams_are_counted_and_their_prepare_is_called(model, folder):
+    port, prepared = free_port(), []
+    manager = DynamicProbeManager.from_deployment(written(folder, port=port))
+    options = {**GREEDY, "include_prompt": True, "prepare": prepared.append}
+    events = list(manager.stream(model, make_tokenizer(), "the cat sat", **options))
+    found = shown(port)
+    n_seen = sum(not event.unseen for event in events)
+    assert sum(value for name, value in found.items() if name.startswith("probemon_tokens_total{")) == n_seen > 4
+    assert len(prepared) == 1 and found["probemon_runs"] == 0
 
 
 def test_what_cannot_be_shown_is_told_with_its_line_or_its_port(folder):

@@ -45,6 +45,12 @@ class CascadePlan:
         """How many probes are not watched."""
         return 0 if self.watched is None else int(np.count_nonzero(~self.watched))
 
+    def closed(self, mask: Mask) -> Mask:
+        """Return `mask [N, P]` with what must be active with its probes: by the path rule all above them, and the
+        members of their softmax groups.
+        """
+        return self.tree.groups.close(self.tree.close(mask) if self.path_rule else mask)
+
     def with_floor(self, floor: float) -> CascadePlan:
         """Return a plan that under the path rule also finds every score above `floor`: scores never rise downward."""
         if not self.path_rule:
@@ -89,17 +95,19 @@ def starting_probes(
     always_on: Iterable[int],
     watched: Mask | None = None,
 ) -> tuple[Mask, Mask]:
-    """Return `(exempt, always)` `[P]`: the probes of the base levels and those always on, and all that a descent begins
-    with. Under the path rule these are the roots and all ancestors, too. Only those that are `watched`.
+    """Return `(exempt, always)` `[P]`: the probes of the base levels and those always on, with the rest of their
+    softmax groups, and all that a descent begins with. Under the path rule these are the roots and all ancestors, too.
+    Only those that are `watched`.
     """
     exempt: Mask = np.isin(tree.level, list(base_layers))
     exempt[list(always_on)] = True
+    exempt = tree.groups.close(exempt[None])[0]
     if watched is not None:
         exempt &= watched
     always = exempt.copy()
     if path_rule:
         always[tree.roots if watched is None else tree.roots[watched[tree.roots]]] = True
-        always = tree.close(always[None])[0]
+        always = tree.groups.close(tree.close(always[None]))[0]
     return exempt, always
 
 

@@ -238,6 +238,7 @@ class Proposal:
             "input_index": torch.cat(
                 [torch.tensor([group.input for group in self.groups], device="cpu"), pack.input_index]
             ),
+            "softmax_group": None,  # such packs are not proposed for
             "alert_threshold": torch.cat([ones, pack.alert_threshold]),
             "expand_threshold": torch.cat([thresholds, torch.full_like(pack.expand_threshold, math.nan)]),
             **{

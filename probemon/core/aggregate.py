@@ -217,8 +217,8 @@ _PARSED: dict[str, Callable[[str], Aggregator]] = {
 
 _CHOICES = (
     "give none (each token's own score), mean, max, attention, attention:T, ema:W, rolling_mean:N or rolling_max:N, "
-    "with the temperature T, the newest token's share W, the number of tokens N; z:pack, rank:pack, z:last:N or "
-    "rank:last:N, for how unusual it is; or an aggregator, such as Ema(0.3)"
+    "with the temperature T, the newest token's share W, the number of tokens N; z:pack, rank:pack, z:last:N, "
+    "rank:last:N, z:traffic:N or rank:traffic:N, for how unusual it is; or an aggregator, such as Ema(0.3)"
 )
 
 

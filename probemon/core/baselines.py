@@ -1,6 +1,8 @@
-"""How unusual a score is: its z-score or its rank, against a pack's calibration text or the row's own last tokens.
+"""How unusual a score is: its z-score or its rank, against a pack's calibration text, the row's own last tokens, or the
+last tokens of all traffic.
 
     unusual = parse("z:last:256")                     # or ZScore(last=256), ZScore(), Rank(last=64, of=Ema(0.3))
+    unusual = parse("z:traffic:4096")                 # or ZScore(last=4096, traffic=True)
     state, values = unusual.add(unusual.begin(), scores)        # as every aggregator
     for_them = with_counts(parse("z:pack"), pack, [17, 20])     # against a pack: of these concepts
     ceiling(for_them)                                           # what no value of it exceeds
@@ -9,7 +11,8 @@
 distance to the median. "rank" is the share of the baseline that is lower, of n + 1: 1 - rank is a p-value, so a token
 that is like those of the baseline exceeds a rank of 0.99 one time in a hundred, at most.
 
-The last n tokens are those of one row that were seen before this one: nobody else's text changes a value. What was
+The last n tokens are those of one row that were seen before this one: nobody else's text changes a value. Of traffic
+they are those of all rows that are compared by this very object, in the order in which they came. What was
 written to them bears on the values, too: fewer than half of them, however high, cannot move the median and the median
 distance beyond what the others span. A rank over r is out of reach once a share of 1 - r of them is higher.
 """
@@ -17,6 +20,7 @@ distance beyond what the others span. A rank over r is out of reach once a share
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -25,13 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.core.aggregate import Aggregator, Doubles, Each, State, parse
-from probemon.core.checks import check_count
+from probemon.core.checks import check_bool, check_count
 from probemon.core.score_counts import LEAST_SPREAD, MOST_LOG_ODDS, TO_DEVIATIONS, ScoreCounts, log_odds
 from probemon.errors import ConfigError
 
 LEAST_TOKENS = 16  # of a baseline: the median distance of fewer tells little
-BASELINES = "z:pack, rank:pack, z:last:N or rank:last:N, with N tokens, and :ema:0.3, say, of a running score"
-_NAME = re.compile(r"(?P<measure>z|rank):(?:pack|last:(?P<last>[^:()]+))(?::(?P<of>.+))?")
+BASELINES = (
+    "z:pack, rank:pack, z:last:N, rank:last:N, z:traffic:N or rank:traffic:N, with N tokens, and :ema:0.3, say, of a"
+    " running score"
+)
+_NAME = re.compile(r"(?P<measure>z|rank):(?:pack|(?P<whose>last|traffic):(?P<last>[^:()]+))(?::(?P<of>.+))?")
 
 
 class HasScoreCounts(Protocol):
@@ -43,17 +50,39 @@ class HasScoreCounts(Protocol):
         """Return counts `[P, 128]` of the running scores of calibration text. Raises `ConfigError` without any."""
 
 
+class _Traffic:
+    """The newest log odds `[n, K]` of what all threads and rows compare, at most `most` of them."""
+
+    def __init__(self) -> None:
+        self._lock, self._window = threading.Lock(), np.empty((0, 0))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins with nothing
+        return _Traffic, ()
+
+    def before(self, odds: Doubles, most: int) -> Doubles:
+        """Add a token and return those before it."""
+        with self._lock:
+            window = self._window if len(self._window) else np.empty((0, len(odds)))
+            self._window = np.concatenate([window[1:] if len(window) == most else window, odds[None]])
+        return window
+
+
 @dataclass(frozen=True)
 class _Baseline:
-    """A value by a baseline. `last`: so many tokens of the row are it, or the pack's counts where it is None; `of`: the
-    aggregator whose running score is compared; `counts`: of the concepts, where the pack's are meant.
+    """A value by a baseline. `last`: so many tokens of the row are it, or with `traffic` of all rows, or the pack's
+    counts where it is None; `of`: the aggregator whose running score is compared; `counts`: of the concepts, where the
+    pack's are meant.
     """
 
     last: int | None = None
     of: Aggregator = field(default_factory=Each)
+    traffic: bool = False
     counts: ScoreCounts | None = field(default=None, compare=False, repr=False)
+    shared: _Traffic = field(default_factory=_Traffic, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if check_bool("traffic", self.traffic) and self.last is None:
+            raise ConfigError("traffic is of the last tokens: give last, of how many")
         if self.last is not None:
             remedy = f"it counts tokens, so give {LEAST_TOKENS} or more"
             object.__setattr__(self, "last", check_count("last", self.last, least=LEAST_TOKENS, remedy=remedy))
@@ -69,6 +98,8 @@ class _Baseline:
         if self.last is None:
             new: State = (inner,)
             values = self._by_counts(odds, self._counts_of(len(odds)))
+        elif self.traffic:
+            new, values = (inner,), self._by_window(odds, np.sort(self.shared.before(odds, self.last), axis=0))
         else:
             window = state[1] if state else np.empty((0, len(odds)))
             values = self._by_window(odds, np.sort(window, axis=0))
@@ -78,7 +109,7 @@ class _Baseline:
         return new, values
 
     def __str__(self) -> str:
-        baseline = "pack" if self.last is None else f"last:{self.last}"
+        baseline = "pack" if self.last is None else f"{'traffic' if self.traffic else 'last'}:{self.last}"
         return f"{self._measure}:{baseline}" + ("" if self.of == Each() else f":{self.of}")
 
     @property
@@ -169,16 +200,19 @@ def parse_baseline(text: str) -> ZScore | Rank:
     if last is not None and not last.isdecimal():
         raise ConfigError(f"aggregate is {text!r}: {last!r} is not a whole number")
     of = Each() if match["of"] is None else parse(match["of"])
-    return _MEASURES[match["measure"]](None if last is None else int(last), of)
+    return _MEASURES[match["measure"]](None if last is None else int(last), of, match["whose"] == "traffic")
 
 
 def with_counts(aggregator: Aggregator, pack: HasScoreCounts, probes: Sequence[int]) -> Aggregator:
-    """Return an aggregator of some concepts of a pack: with what the pack knows of these, where it compares with that.
+    """Return an aggregator of some concepts of a pack: with what the pack knows of these, where it compares with that;
+    with traffic of their own, where it compares with traffic.
 
     Raises `ConfigError` where the pack knows nothing of one.
     """
-    if not isinstance(aggregator, _Baseline) or aggregator.last is not None:
+    if not isinstance(aggregator, _Baseline):
         return aggregator
+    if aggregator.last is not None:
+        return replace(aggregator, shared=_Traffic())
     counts = ScoreCounts(pack.score_counts(aggregator.of)[list(probes)].numpy())
     for probe, n in zip(probes, counts.n.tolist(), strict=True):
         if n < LEAST_TOKENS:
@@ -206,6 +240,11 @@ def refuse_baseline(aggregator: Aggregator, what: str) -> None:
             f"{what} {aggregator}: nothing is calibrated for a z-score or a rank, which says by itself how unusual a"
             " score is. Give above= in the rule"
         )
+
+
+def is_of_traffic(aggregator: Aggregator) -> bool:
+    """Whether values depend on other rows, and on the order in which their tokens came."""
+    return isinstance(aggregator, _Baseline) and aggregator.traffic
 
 
 def needs_every_token(aggregator: Aggregator) -> bool:

@@ -3,7 +3,8 @@
     watched = watched_probes(tree, include=[3], exclude=[17], depth={3: 2})     # [P] bool, None: all of it
     narrower = without(tree, watched)                                           # nothing opens into the rest
 
-What is left out goes with everything below it, so whatever is watched keeps all its parents, and its scores.
+What is left out goes with everything below it, so whatever is watched keeps all its parents, and its scores. For these
+a softmax group is watched whole, too: including a member includes the others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def watched_probes(
 
     `include`: these, all below, and all that is above any of these; all of the hierarchy where there are none.
     `exclude`: without these and all below them. `depth`: of these branches only so many levels below, by the longest
-    way down to a concept.
+    way down to a concept. `cut_group` finds a softmax group that this leaves out in part.
     """
     if not len(include) and not len(exclude) and not depth:
         return None
@@ -30,8 +31,17 @@ def watched_probes(
     for top, n_levels in depth.items():
         left_out |= _below(tree, np.flatnonzero(_steps_below(tree, top) > n_levels))
     if len(include):
-        left_out |= ~tree.close(_below(tree, include)[None])[0]
+        left_out |= ~tree.groups.close(tree.close(_below(tree, include)[None]))[0]
     return ~left_out
+
+
+def cut_group(tree: ConceptTree, watched: Mask) -> tuple[int, int] | None:
+    """Return a member that is watched `[P]` and one that is not, of a softmax group that is left out in part."""
+    cut = watched != tree.groups.close(watched[None])[0]
+    if not cut.any():
+        return None
+    lost = int(np.flatnonzero(cut)[0])
+    return next(int(mate) for mate in tree.groups.mates(lost) if watched[mate]), lost
 
 
 def without(tree: ConceptTree, watched: Mask) -> ConceptTree:
@@ -40,7 +50,7 @@ def without(tree: ConceptTree, watched: Mask) -> ConceptTree:
     kept = watched[tree.child_idx]
     counts = np.bincount(parent[kept], minlength=tree.n)
     # Its levels are the ranks of the whole, since without some edges lower ones would do and the numbering would not.
-    return ConceptTree(np.concatenate([[0], np.cumsum(counts)]), tree.child_idx[kept], tree.rank)
+    return ConceptTree(np.concatenate([[0], np.cumsum(counts)]), tree.child_idx[kept], tree.rank, tree.groups.of)
 
 
 def _below(tree: ConceptTree, probes: Sequence[int] | Ints) -> Mask:

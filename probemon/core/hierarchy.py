@@ -18,11 +18,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from probemon.core.softmax_groups import Ints, Mask, SoftmaxGroups
 from probemon.errors import HierarchyError
 
-Ints = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 _NUMBERING = "probes must be numbered by level, each after its parents: write the pack with ProbePack.write"
+_UNLIKE = (
+    "{!r} and {!r} are of one softmax group, and a group is reached together: give its members the same parents and the"
+    " same level"
+)
 MAX_LEVEL = 2**15 - 1  # results keep levels in 16 bits, and what is sized by levels stays small
 
 
@@ -32,10 +35,17 @@ class ConceptTree:
     `child_ptr [P+1]`, `child_idx [E]`, `level [P]`; derived: `parent_ptr [P+1]`, `parent_idx [E]`
     (ascending within a probe, so the first is the first parent), `first_parent [P]` (-1 for a root),
     `roots`, `is_tree` (nobody has two parents), `rank [P]` (it never falls from one probe to the next)
-    and `rank_slices` (the probes of each rank that occurs).
+    and `rank_slices` (the probes of each rank that occurs). `groups`: the softmax groups, of `softmax_group [P]`: of
+    two members or more, which are siblings on one level.
     """
 
-    def __init__(self, child_ptr: npt.ArrayLike, child_idx: npt.ArrayLike, level: npt.ArrayLike) -> None:
+    def __init__(
+        self,
+        child_ptr: npt.ArrayLike,
+        child_idx: npt.ArrayLike,
+        level: npt.ArrayLike,
+        softmax_group: npt.ArrayLike | None = None,
+    ) -> None:
         self.child_ptr = np.asarray(child_ptr, dtype=np.int64)
         self.child_idx = np.asarray(child_idx, dtype=np.int64)
         self.level = np.asarray(level, dtype=np.int64)
@@ -94,6 +104,8 @@ class ConceptTree:
             for probes in (np.arange(at.start, at.stop)[has_parents[at]] for at in self.rank_slices)
             if len(probes)
         ]
+        self.groups = SoftmaxGroups(np.full(n, -1) if softmax_group is None else self._checked_groups(softmax_group))
+        self._check_siblings()
         # Deepest rank first: the inner probes, their children one after another, where each one's begin.
         self._below: list[tuple[Ints, Ints, Ints]] = []
         for at in reversed(self.rank_slices):
@@ -104,11 +116,16 @@ class ConceptTree:
 
     @classmethod
     def build(
-        cls, ids: Sequence[str], parents: Sequence[Sequence[str]], levels: Sequence[int] | None = None
+        cls,
+        ids: Sequence[str],
+        parents: Sequence[Sequence[str]],
+        levels: Sequence[int] | None = None,
+        softmax_group: Sequence[int] | None = None,
     ) -> tuple[Ints, ConceptTree]:
         """Number named concepts. Return `(order, tree)`: probe i is the concept at position `order[i]`.
 
-        `levels` defaults to the length of the longest path from a root; those given are kept. Errors name the concept.
+        `levels` defaults to the length of the longest path from a root; those given are kept. `softmax_group`: as in
+        the tree, in the order of `ids`. Errors name the concept.
         """
         up = _parent_positions(ids, parents)
         down: dict[int, list[int]] = {i: [] for i in range(len(ids))}
@@ -130,7 +147,38 @@ class ConceptTree:
         for position in order:
             idx += sorted(number[child] for child in down[position])
             ptr.append(len(idx))
-        return np.asarray(order, dtype=np.int64), cls(ptr, idx, [depth[i] for i in order])
+        groups = None
+        if softmax_group is not None:
+            _check_groups(softmax_group, ids, parents, depth)
+            groups = [softmax_group[i] for i in order]
+        return np.asarray(order, dtype=np.int64), cls(ptr, idx, [depth[i] for i in order], groups)
+
+    def _checked_groups(self, softmax_group: npt.ArrayLike) -> Ints:
+        of = np.asarray(softmax_group, dtype=np.int64)
+        if of.shape != (self.n,) or (self.n and of.min() < -1):
+            raise HierarchyError(
+                f"softmax_group has shape {of.shape} and values from {of.min(initial=0)}: expected ({self.n},), -1 for"
+                " a probe without a group, and else the number of its group"
+            )
+        return of
+
+    def _check_siblings(self) -> None:
+        """Raise `HierarchyError` where a softmax group has one member, or members of unlike parents or levels."""
+        groups = self.groups
+        if not len(groups):
+            return
+        if (groups.sizes < 2).any():
+            alone = groups.members[groups.ptr[:-1][groups.sizes < 2]][0]
+            raise HierarchyError(f"probe {alone} is alone in its softmax group: a group has two members or more")
+        members, firsts = groups.members, groups.firsts
+        n_parents = np.diff(self.parent_ptr)
+        unlike = (self.level[members] != self.level[firsts]) | (n_parents[members] != n_parents[firsts])
+        if not unlike.any():
+            (parents, _, lengths), (of_firsts, _, _) = self._parents_of(members), self._parents_of(firsts)
+            unlike[np.repeat(np.arange(len(members)), lengths)[parents != of_firsts]] = True
+        if unlike.any():
+            at = int(np.flatnonzero(unlike)[0])
+            raise HierarchyError(_UNLIKE.format(int(firsts[at]), int(members[at])))
 
     def children(self, probe: int) -> Ints:
         """Ascending ids of a probe's children."""
@@ -244,6 +292,24 @@ def _parent_positions(ids: Sequence[str], parents: Sequence[Sequence[str]]) -> l
             raise HierarchyError(f"concept {name!r} names a parent twice: {list(names)}")
         up.append([position[parent] for parent in names])
     return up
+
+
+def _check_groups(
+    softmax_group: Sequence[int], ids: Sequence[str], parents: Sequence[Sequence[str]], levels: Sequence[int]
+) -> None:
+    """Raise `HierarchyError` naming two members of a softmax group of unlike parents or levels, or one that is
+    alone.
+    """
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(softmax_group):
+        if group >= 0:
+            members.setdefault(group, []).append(i)
+    for first, *others in members.values():
+        if not others:
+            raise HierarchyError(f"concept {ids[first]!r} is alone in its softmax group: a group has two or more")
+        for other in others:
+            if set(parents[first]) != set(parents[other]) or levels[first] != levels[other]:
+                raise HierarchyError(_UNLIKE.format(ids[first], ids[other]))
 
 
 def _by_rank_and_first_parent(ranks: Sequence[int], up: Sequence[Sequence[int]]) -> list[int]:

@@ -49,8 +49,10 @@ class CascadePlan:
         return 0 if self.watched is None else int(np.count_nonzero(~self.watched)) - self.n_shed
 
     def narrowed(self, keep: Mask) -> CascadePlan:
-        """Return a plan that for a while sheds all but `keep [P]`, which has to hold what the scores of these need."""
-        watched = keep if self.watched is None else keep & self.watched
+        """Return a plan that for a while sheds all but `keep [P]`, and what the scores of these need."""
+        watched = self.closed(keep[None])[0]
+        if self.watched is not None:
+            watched &= self.watched
         return replace(
             self,
             tree=without(self.tree, watched),
@@ -59,6 +61,12 @@ class CascadePlan:
             watched=watched,
             n_shed=int(np.count_nonzero(~watched)) - self.n_excluded,
         )
+
+    def closed(self, mask: Mask) -> Mask:
+        """Return `mask [N, P]` with what must be active with its probes: by the path rule all above them, and the
+        members of their softmax groups.
+        """
+        return self.tree.groups.close(self.tree.close(mask) if self.path_rule else mask)
 
     def with_floor(self, floor: float) -> CascadePlan:
         """Return a plan that under the path rule also finds every score above `floor`: scores never rise downward."""
@@ -86,8 +94,7 @@ class CascadePlan:
         path_rule = score_rule == "path"
         named = np.zeros(tree.n, dtype=bool)
         named[list(always_on)] = True
-        if path_rule:
-            named = tree.close(named[None])[0]
+        named = tree.groups.close(tree.close(named[None]) if path_rule else named[None])[0]
         exempt, always = starting_probes(tree, path_rule, config.base_layers, always_on, watched)
         tree = tree if watched is None else without(tree, watched)
         if not always.any():
@@ -108,17 +115,19 @@ def starting_probes(
     always_on: Iterable[int],
     watched: Mask | None = None,
 ) -> tuple[Mask, Mask]:
-    """Return `(exempt, always)` `[P]`: the probes of the base levels and those always on, and all that a descent begins
-    with. Under the path rule these are the roots and all ancestors, too. Only those that are `watched`.
+    """Return `(exempt, always)` `[P]`: the probes of the base levels and those always on, with the rest of their
+    softmax groups, and all that a descent begins with. Under the path rule these are the roots and all ancestors, too.
+    Only those that are `watched`.
     """
     exempt: Mask = np.isin(tree.level, list(base_layers))
     exempt[list(always_on)] = True
+    exempt = tree.groups.close(exempt[None])[0]
     if watched is not None:
         exempt &= watched
     always = exempt.copy()
     if path_rule:
         always[tree.roots if watched is None else tree.roots[watched[tree.roots]]] = True
-        always = tree.close(always[None])[0]
+        always = tree.groups.close(tree.close(always[None]))[0]
     return exempt, always
 
 

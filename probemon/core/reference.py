@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import check_pairs, prepare_input
 from probemon.core.probes import Architecture, InputSpec, input_dtype
+from probemon.core.softmax_groups import softmax
 
 
 class Probes(Protocol):
@@ -34,7 +36,12 @@ class Probes(Protocol):
 
 
 def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]. Copies every weight it reads."""
+    """Scores [M] fp32 of probes on their own, the sigmoids of what `logits_reference` gives."""
+    return sigmoid(logits_reference(hidden, weights, rows, slots))
+
+
+def logits_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
+    """Logits [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]. Copies every weight it reads."""
     check_pairs(hidden, weights, rows, slots)
     x = hidden[rows].to(torch.float32)
     gathered = {name: tensor[slots].to(torch.float32) for name, tensor in weights.items()}
@@ -46,7 +53,7 @@ def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor,
     h = layer(1, x[:, None, :])
     if "w2" in gathered:
         h = layer(2, h.relu()[:, None, :])
-    return sigmoid(layer(3, h.relu()) if "w3" in gathered else h[:, 0])
+    return layer(3, h.relu()) if "w3" in gathered else h[:, 0]
 
 
 def sigmoid(logits: Tensor) -> Tensor:
@@ -71,7 +78,7 @@ def exhaustive_reference(
     """
     weights = pack.weights if weights is None else weights
     n = len(next(iter(hidden.values())))
-    own = torch.empty(n, pack.n_probes, dtype=torch.float32, device="cpu")
+    logits = torch.empty(n, pack.n_probes, dtype=torch.float32, device="cpu")
     # The reference copies every weight it reads: so many probes at a time that this stays bounded.
     block = max(1, _BLOCK_BYTES // (4 * pack.architecture.parameters_per_probe()))
     for i, spec in enumerate(pack.inputs):
@@ -79,7 +86,17 @@ def exhaustive_reference(
         x = prepare_input(hidden[spec.site], spec, input_dtype(weights["w1"].dtype))
         for some in probes.split(block):
             for row in range(n):
-                own[row, some] = score_reference(x, weights, torch.full_like(some, row), some)
-    if pack.score_rule == "path":
-        return torch.from_numpy(pack.tree.times_best_parent(own.numpy()))
-    return own
+                logits[row, some] = logits_reference(x, weights, torch.full_like(some, row), some)
+    return torch.from_numpy(scores_of_logits(logits, pack.tree, pack.score_rule))
+
+
+def scores_of_logits(logits: Tensor, tree: ConceptTree, score_rule: str) -> npt.NDArray[np.float32]:
+    """Scores [N, P] of the logits of every probe: sigmoids, in a softmax group the softmax over it; by the path rule
+    each times the largest score of its parents.
+    """
+    scores: npt.NDArray[np.float32] = sigmoid(logits.reshape(-1)).reshape(logits.shape).numpy()
+    members, ptr = tree.groups.members, tree.groups.ptr
+    if len(members):
+        starts = (np.arange(len(logits))[:, None] * len(members) + ptr[:-1]).reshape(-1)
+        scores[:, members] = softmax(logits.numpy()[:, members].reshape(-1), starts).reshape(len(logits), len(members))
+    return tree.times_best_parent(scores) if score_rule == "path" else scores

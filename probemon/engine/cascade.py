@@ -91,9 +91,7 @@ def _rounds(
     tree, config = plan.tree, plan.config
     active = np.repeat(plan.always[None], n_rows, axis=0)
     if retained is not None:
-        active |= retained
-        if plan.path_rule:
-            active = tree.close(active)
+        active = plan.closed(active | retained)
     dropped = np.zeros_like(active)
     yield from fill(active)
     frontier = active
@@ -104,7 +102,8 @@ def _rounds(
         new &= ~active
         if not new.any():
             break
-        wanted = tree.close(new) & ~active if plan.path_rule and not tree.is_tree else new
+        # In a tree all ancestors of a child are active, and its siblings are new as it is.
+        wanted = plan.closed(new) & ~active if plan.path_rule and not tree.is_tree else new
         if tree.n > config.max_loaded_probes:
             over = active.sum(axis=1) + wanted.sum(axis=1) > config.max_loaded_probes
             for row in np.flatnonzero(over):
@@ -125,8 +124,9 @@ def _admit(plan: CascadePlan, new: Mask, active: Mask, expanded: Mask, scores: F
     admitted = np.zeros_like(active)
     room = plan.config.max_loaded_probes - int(active.sum())
     for child in candidates[np.lexsort((candidates, -best))].tolist():
-        bundle = [child, *tree.ancestors(child)] if plan.path_rule else [child]
-        bundle = [p for p in bundle if not active[p] and not admitted[p]]
+        above = tree.ancestors(child) if plan.path_rule else set()
+        bundle = [p for own in {child, *above} for p in tree.groups.mates(own).tolist()]
+        bundle = [p for p in dict.fromkeys(bundle) if not active[p] and not admitted[p]]
         if len(bundle) <= room:
             admitted[bundle] = True
             room -= len(bundle)
@@ -172,4 +172,4 @@ def retain(plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:
 def _start_size(plan: CascadePlan, retained: Ints) -> int:
     mask = plan.always.copy()
     mask[retained] = True
-    return int((plan.tree.close(mask[None]) if plan.path_rule else mask).sum())
+    return int(plan.closed(mask[None]).sum())

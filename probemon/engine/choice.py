@@ -74,6 +74,8 @@ class Trial:
         n, n_probes = len(inputs), self.pack.n_probes
         part = min(1.0, _EXHAUSTIVE_BYTES / max(1, self.pack.weight_bytes()))
         some = np.arange(max(1, int(n_probes * part)))
+        if len(self.pack.tree.groups):  # each whole
+            some = np.flatnonzero(self.pack.tree.groups.close(np.isin(np.arange(n_probes), some)[None])[0])
         everything = np.zeros((n, n_probes), dtype=np.float32)
 
         def exhaustive() -> None:

@@ -95,7 +95,12 @@ class OutcomeMaker:
         `largest [I * N]` of the prepared inputs and the weights decide it alone: implementations add up in different
         orders, and what overflows in one order need not in another.
         """
-        return np.asarray(largest[self._block_of[probes] * n + rows] > self._pack.input_limit[probes])
+        limit, groups = self._pack.input_limit, self._pack.tree.groups
+        if len(groups):  # without one of its logits no member of a group has a score
+            limit = limit.copy()
+            lowest = np.fmin.reduceat(limit[groups.members], groups.ptr[:-1])
+            limit[groups.members] = np.repeat(lowest, groups.sizes)
+        return np.asarray(largest[self._block_of[probes] * n + rows] > limit[probes])
 
     def is_small(self, largest: Floats) -> bool:
         """Say whether all inputs are so small that no checked probe can overflow."""

@@ -10,7 +10,7 @@ is prepared once, and one call scores pairs of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,8 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import InputMaker, Inputs
 from probemon.core.probes import InputSpec
 from probemon.core.scores import Floats
-from probemon.engine.kernels import score_probes
+from probemon.core.softmax_groups import SoftmaxGroups
+from probemon.engine.kernels import group_scores, probe_logits, score_probes
 from probemon.engine.memory.arena import Arena, PagedArena
 from probemon.engine.memory.fetcher import Fetcher
 from probemon.errors import ArenaFull
@@ -52,6 +53,7 @@ class PairScorer:
         specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
         self.inputs = InputMaker(specs, packs[0].input_dtype, device, _normalise if impl == "triton" else None)
         self.n_probes = sum(pack.n_probes for pack in packs)
+        self.groups = SoftmaxGroups.join([pack.tree.groups for pack in packs])
         self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
         self.prefetcher = (
             Fetcher(partial(arena.fetch, prefetched=True), arena.locks)
@@ -60,11 +62,18 @@ class PairScorer:
         )
 
     def score(self, values: Tensor, at: Ints, probes: Ints) -> Floats:
-        """Return own scores `[M]` fp32 of M pairs, each once: rows `at` of `values`, the arena's numbers of probes."""
+        """Return own scores `[M]` fp32 of M pairs, each once: rows `at` of `values`, the arena's numbers of probes.
+        Softmax groups are asked for whole.
+        """
+        grouped = self._grouped(probes)
+        return self._finished(self._unfinished_waves(values, at, probes, grouped), at, probes, grouped)
+
+    def _unfinished_waves(self, values: Tensor, at: Ints, probes: Ints, grouped: Mask | None) -> Floats:
+        """Return scores of pairs, and the logits of members of groups, which need not be in one wave."""
         with self.arena.lock:
             if self.resident:
                 for _ in self.arena.waves(probes):
-                    return self._score(values, at, probes)
+                    return self._unfinished(values, at, probes, grouped)
             distinct, pair_of = np.unique(probes, return_inverse=True)
             scores = np.empty(len(probes), dtype=np.float32)
             for wave, slots in self.arena.waves(distinct):
@@ -72,26 +81,34 @@ class PairScorer:
                 slot_of[wave] = slots
                 slot = slot_of[pair_of]
                 held = np.flatnonzero(slot >= 0)
-                scores[held] = self._score(values, at[held], slot[held])
+                scores[held] = self._unfinished(
+                    values, at[held], slot[held], None if grouped is None else grouped[held]
+                )
             return scores
 
     def score_held(self, values: Tensor, at: Ints, probes: Ints) -> tuple[Floats, Mask]:
-        """Score without waiting for weights: NaN where they are not there yet, and which pairs these are.
+        """Score without waiting for weights: NaN where they are not there yet, and which pairs these are: for a softmax
+        group all, where one member's are not.
 
         Missing weights are fetched in the background.
         """
         assert isinstance(self.arena, PagedArena) and self.fetcher is not None
         self.fetcher.raise_error()
-        scores = np.full(len(probes), np.nan, dtype=np.float32)
+        scores, grouped = np.full(len(probes), np.nan, dtype=np.float32), self._grouped(probes)
         with self.arena.lock:
             distinct, pair_of = np.unique(probes, return_inverse=True)
             slot = self.arena.held(distinct)[pair_of]
             present = np.flatnonzero(slot >= 0)
             if len(present):
-                scores[present] = self._score(values, at[present], slot[present])
+                some = None if grouped is None else grouped[present]
+                scores[present] = self._unfinished(values, at[present], slot[present], some)
+        self.fetcher.ask(np.unique(probes[slot < 0]).tolist())
         missing = np.asarray(slot < 0)
-        self.fetcher.ask(np.unique(probes[missing]).tolist())
-        return scores, missing
+        if grouped is not None:
+            order, starts = self.groups.segments(at[grouped], probes[grouped])
+            sizes, members = np.diff(starts, append=len(order)), np.flatnonzero(grouped)[order]
+            missing[members] = np.repeat(np.logical_or.reduceat(missing[members], starts), sizes)
+        return self._finished(scores, at, probes, grouped), missing  # NaN of one member is NaN of all
 
     def prefetch_probes(self, probes: Iterable[int]) -> None:
         """Have these fetched, since they may be wanted next."""
@@ -115,10 +132,36 @@ class PairScorer:
             if fetcher is not None and (error := fetcher.take_error()) is not None
         ]
 
-    def _score(self, values: Tensor, rows: Ints, slots: Ints) -> Floats:
+    def _grouped(self, probes: Ints) -> Mask | None:
+        """Say which pairs are of members of softmax groups `[M]`; None where none is."""
+        if not len(self.groups):
+            return None
+        grouped = self.groups.of[probes] >= 0
+        return grouped if grouped.any() else None
+
+    def _unfinished(self, values: Tensor, rows: Ints, slots: Ints, grouped: Mask | None) -> Floats:
+        """Return scores, and logits where `grouped [M]` says so."""
+        if grouped is None:
+            return self._by_kernel(score_probes, values, rows, slots)
+        result = np.empty(len(rows), dtype=np.float32)
+        for kernel, some in ((score_probes, np.flatnonzero(~grouped)), (probe_logits, np.flatnonzero(grouped))):
+            if len(some):
+                result[some] = self._by_kernel(kernel, values, rows[some], slots[some])
+        return result
+
+    def _by_kernel(self, kernel: Callable[..., Tensor], values: Tensor, rows: Ints, slots: Ints) -> Floats:
         rows_t, slots_t = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots).to(self.device)
-        scores: Floats = score_probes(values, self.arena.weights, rows_t, slots_t, impl=self.impl).cpu().numpy()
-        return scores
+        result: Floats = kernel(values, self.arena.weights, rows_t, slots_t, impl=self.impl).cpu().numpy()
+        return result
+
+    def _finished(self, unfinished: Floats, at: Ints, probes: Ints, grouped: Mask | None) -> Floats:
+        """Return scores of pairs, of members of groups by their logits."""
+        if grouped is None:
+            return unfinished
+        members = np.flatnonzero(grouped)
+        order, starts = self.groups.segments(at[members], probes[members])
+        unfinished[members[order]] = group_scores(unfinished[members[order]], starts, impl=self.impl)
+        return unfinished
 
 
 class PackScores:

@@ -57,6 +57,7 @@ class Deployment:
         self.name: str = self.content.get("name", path.name)
         canonical = json.dumps(self.content, sort_keys=True, separators=(",", ":"))
         self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
+        self._rules: tuple[AnyPack, list[Rule]] | None = None
 
     @classmethod
     def read(cls, path: str | Path) -> Deployment:
@@ -121,7 +122,12 @@ class Deployment:
             return PackGroup(dict(opened))
 
     def rules(self, pack: AnyPack) -> list[Rule]:
-        """Return the rules, one for each concept. Raises `DeploymentError`."""
+        """Return the rules, one for each concept. Raises `DeploymentError`.
+
+        Of one pack they are the same each time, so that traffic that they compare with is that of all runs.
+        """
+        if self._rules is not None and self._rules[0] is pack:
+            return list(self._rules[1])
         made: list[Rule] = []
         for at, rule in enumerate(self.content.get("rules", ())):
             alert_set = f"rate_{rule['rate']:g}" if "rate" in rule else rule.get("alert_set")
@@ -135,7 +141,8 @@ class Deployment:
                     action=rule["action"],
                     on_blind=rule["on_blind"],
                 )
-        return made
+        self._rules = (pack, made)
+        return list(made)
 
     def metrics(self, pack: AnyPack) -> dict[str, Any] | None:
         """Return what is shown to Prometheus: `concepts` by their ids, and `port` and `address` where they are given;

@@ -7,14 +7,14 @@ for i, reason in rule.blind_to(scores): ...                           # and thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from probemon.core.aggregate import Aggregator, named
-from probemon.core.baselines import ceiling, with_counts
+from probemon.core.baselines import ceiling, is_of_traffic, with_counts
 from probemon.core.checks import check_count, check_number
 from probemon.core.concept_names import Wanted
 from probemon.core.memory_reads import Reading
@@ -143,11 +143,16 @@ def make_rules(
     ]
 
 
-def check_beams(rules: Iterable[Rule]) -> None:
+def check_beams(rules: Sequence[Rule]) -> None:
     """Raise `NotSupportedDecoding` where a rule could not do in beams what it is for."""
     if any("stop" in rule.actions for rule in rules):
         raise NotSupportedDecoding(
             "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
+        )
+    if any(is_of_traffic(rule.aggregator) for rule in rules):
+        raise NotSupportedDecoding(
+            "a rule compares with the last tokens of all traffic, and most tokens of beams are thrown away: compare"
+            " with the pack, or with the row's own (z:pack, z:last:N)"
         )
 
 

@@ -125,6 +125,7 @@ def write_calibrated(
         licence=source["licence"],
         card=pack.card_text() + _note(alerts, expansion, statistics, changes, cleared),
         input_index=pack.input_index,
+        softmax_group=pack.softmax_group,
         alert_threshold=alert,
         expand_threshold=expand,
         aggregated=aggregated,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.branches import watched_probes, without
+from probemon.core.branches import cut_group, watched_probes, without
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Mask
 from probemon.core.plan import CascadePlan, expand_thresholds
@@ -102,7 +102,15 @@ def found(pack: AnyPack, concepts: Wanted) -> list[int]:
 
 def _watched(pack: ProbePack, config: CascadeConfig, exclude: Wanted) -> Mask | None:
     depth = {probe: n for concept, n in config.depth.items() for probe in pack.find_all(concept)}
-    return watched_probes(pack.tree, found(pack, config.include), found(pack, exclude), depth)
+    watched = watched_probes(pack.tree, found(pack, config.include), found(pack, exclude), depth)
+    cut = None if watched is None else cut_group(pack.tree, watched)
+    if cut is not None:
+        kept, lost = (pack.concepts[probe]["id"] for probe in cut)
+        raise ConfigError(
+            f"{lost} is left out, and {kept} of its softmax group is watched: their scores are made of the logits of"
+            " all members, so leave out all of them or none"
+        )
+    return watched
 
 
 def _thresholds(

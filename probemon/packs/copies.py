@@ -71,6 +71,7 @@ def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
         "host": pack.manifest["host"],
         "licence": pack.manifest["licence"],
         "input_index": pack.input_index[at],
+        "softmax_group": pack.softmax_group[at],
         "alert_threshold": pack.alert_threshold[at],
         "expand_threshold": pack.expand_threshold[at],
         "aggregated": {name: pack.thresholds_for(name)[at] for name in pack.aggregated},

@@ -29,7 +29,8 @@ class PackDiff:
 
     - `only_in_a`, `only_in_b`: ids
     - `changed`: by id, what differs: `weights` (the largest difference of a weight or bias), thresholds as
-      `[in a, in b]` (None: not calibrated), `input`, `name`, `level`, `parents`, `definition`
+      `[in a, in b]` (None: not calibrated), `input`, `softmax_group` (the ids of all its members, None for none),
+      `name`, `level`, `parents`, `definition`
     - `about`: of the packs as a whole, `[in a, in b]` by key
     - `n_same`: how many concepts are alike in all
     """
@@ -78,8 +79,9 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     """Compare two packs concept by concept. Probes of different shapes are compared as ones of the shape that has room
     for both.
 
-    Scores are the same where weights, inputs, score rule and, by the path rule, parents are. Raises `PackError` where
-    int8 is compared with another dtype, or states of different sizes are read: no weight has a counterpart then.
+    Scores are the same where weights, inputs, softmax groups, score rule and, by the path rule, parents are. Raises
+    `PackError` where int8 is compared with another dtype, or states of different sizes are read: no weight has a
+    counterpart then.
     """
     sizes = [check_pack(pack).architecture.hidden_size for pack in (a, b)]
     if sizes[0] != sizes[1]:
@@ -116,6 +118,9 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
         inputs = [a.inputs[int(a.input_index[i])].as_dict(), b.inputs[int(b.input_index[j])].as_dict()]
         if inputs[0] != inputs[1]:
             changes["input"] = inputs
+        mates = [_mates(a, i), _mates(b, j)]
+        if mates[0] != mates[1]:
+            changes["softmax_group"] = mates
         for key, (first, second) in thresholds.items():
             pair = [_number(first[i]), _number(second[j])]
             if pair[0] != pair[1]:
@@ -152,6 +157,13 @@ def _largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor], architecture: Any
 
 def _thresholds(pack: ProbePack, name: str) -> Tensor:
     return pack.thresholds_for(name) if name in pack.aggregated else torch.full_like(pack.alert_threshold, math.nan)
+
+
+def _mates(pack: ProbePack, probe: int) -> list[str] | None:
+    """Return the ids of all members of a probe's softmax group, None where it has none."""
+    if pack.tree.groups.of[probe] < 0:
+        return None
+    return sorted(pack.concepts[mate]["id"] for mate in pack.tree.groups.mates(probe).tolist())
 
 
 def _number(value: Tensor) -> float | None:

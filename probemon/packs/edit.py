@@ -30,6 +30,7 @@ from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.probes import InputSpec
 from probemon.core.score_counts import N_BINS
 from probemon.core.settings import CascadeConfig
+from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack, errors_name_pack
 from probemon.packs.copies import always_on, card_of, copy_pack, made_by, quality_of
@@ -101,6 +102,7 @@ def merge(
         licence=" AND ".join(dict.fromkeys(pack.manifest["licence"] for pack in members)),
         card=card or card_of(name, "Merged from", members),
         input_index=torch.cat([own[pack.input_index] for own, pack in zip(own_specs, members, strict=True)]),
+        softmax_group=torch.from_numpy(SoftmaxGroups.join([pack.tree.groups for pack in members]).of),
         alert_threshold=torch.cat([pack.alert_threshold for pack in members]),
         expand_threshold=expand_threshold,
         aggregated=_aggregated(members),
@@ -130,7 +132,8 @@ def subset(
     name: str | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """Write a pack of some concepts, by id, name or pattern, with all that is `above` and `below` them.
+    """Write a pack of some concepts, by id, name or pattern, with all that is `above` and `below` them, and with the
+    other members of their softmax groups, without which they would have other scores.
 
     Without `above` a concept whose parents are left out begins a hierarchy of its own; in a pack of the path rule its
     score would then be another one, so that is refused. Thresholds stay: a concept is opened by the parents that open
@@ -148,6 +151,7 @@ def subset(
         kept |= {int(child) for probe in chosen for child in _reached(probe, pack.tree.children)}
     if above:
         kept |= {int(parent) for probe in tuple(kept) for parent in _reached(probe, pack.tree.parents)}
+    kept |= {int(mate) for probe in tuple(kept) for mate in pack.tree.groups.mates(probe)}  # of the same parents
     orphans = [probe for probe in sorted(kept) if not set(pack.tree.parents(probe).tolist()) <= kept]
     if orphans and pack.score_rule == "path":
         raise PackError(

@@ -25,6 +25,7 @@ from probemon.core.checks import check_count
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.score_counts import N_BINS
+from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.errors import ConfigError
 from probemon.packs.pack import ProbePack
 from probemon.packs.pack_html import packs_html
@@ -277,4 +278,6 @@ def _union(trees: Sequence[ConceptTree], numbers: Sequence[Ints]) -> ConceptTree
     child = np.concatenate([number[tree.child_idx] for tree, number in zip(trees, numbers, strict=True)])
     order = np.lexsort((child, parent))
     ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=n))])
-    return ConceptTree(ptr, child[order], level)
+    groups = np.empty(n, dtype=np.int64)
+    groups[np.concatenate(numbers)] = SoftmaxGroups.join([tree.groups for tree in trees]).of
+    return ConceptTree(ptr, child[order], level, groups)

@@ -238,6 +238,7 @@ class Proposal:
             "input_index": torch.cat(
                 [torch.tensor([group.input for group in self.groups], device="cpu"), pack.input_index]
             ),
+            "softmax_group": None,  # such packs are not proposed for
             "alert_threshold": torch.cat([ones, pack.alert_threshold]),
             "expand_threshold": torch.cat([thresholds, torch.full_like(pack.expand_threshold, math.nan)]),
             **{
@@ -299,10 +300,12 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
         or pack.dtype == torch.int8
         or pack.score_rule != "independent"
         or bool(pack.tree.has_parents.any())
+        or len(pack.tree.groups)
     ):
         raise PackError(
-            f"{pack} is not a flat pack of linear probes with float weights and scores of their own: no bound is known,"
-            " so give its hierarchy as a file"
+            f"{pack} is not a flat pack of linear probes with float weights and scores of their own"
+            f"{', for it has softmax groups' if len(pack.tree.groups) else ''}: no bound is known, so give its"
+            " hierarchy as a file"
         )
     if all(spec.norm == "none" for spec in pack.inputs):
         raise PackError(

@@ -22,7 +22,8 @@ from probemon.packs.claims import check_claims
 
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 FORMAT = "probemon-pack"
-FORMAT_VERSION = 1
+# The second is the first with softmax groups, which a reader of the first would score as if each stood alone.
+FORMAT_VERSION, GROUPED_VERSION = FORMAT_VERSIONS = (1, 2)
 SCORE_RULES = ("independent", "path")
 # What a score says of a token: that the concept is there, or that it was there or at a token before.
 HERE, SO_FAR = SCOPES = ("here", "so far")
@@ -53,10 +54,10 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
         stated = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise PackError(f"{path}: format is {stated!r:.80}, expected {FORMAT!r}: this is not a probe pack")
     version = manifest.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:  # 1.0 and true equal 1
+    if type(version) is not int or version not in FORMAT_VERSIONS:  # 1.0 and true equal 1
         raise PackVersionError(
-            f"{path}: format_version is {version!r:.80}, this probemon reads {FORMAT_VERSION}: "
-            "upgrade probemon or fetch the pack in that version"
+            f"{path}: format_version is {version!r:.80}, this probemon reads {' and '.join(map(str, FORMAT_VERSIONS))}:"
+            " upgrade probemon or fetch the pack in one of these"
         )
     _check_kinds(manifest, path)
     try:

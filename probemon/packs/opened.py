@@ -27,7 +27,7 @@ from probemon.core.drift_reference import DriftReference
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits, is_recurrent
 from probemon.core.reference import exhaustive_reference
-from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbemonError
+from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, PackVersionError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs.drift_tensors import check_drift, drift_of
 from probemon.packs.held_file import HeldFolder, read_whole
@@ -35,6 +35,7 @@ from probemon.packs.held_tensors import HeldTensors
 from probemon.packs.manifest import (
     CARD,
     CONCEPTS,
+    GROUPED_VERSION,
     HERE,
     MANIFEST,
     MAX_CONCEPTS_BYTES,
@@ -51,14 +52,17 @@ from probemon.packs.tensors import (
     ALERT_SET,
     ALWAYS,
     SCORE_COUNTS,
+    SOFTMAX_GROUP,
     THRESHOLDS,
     VECTORS,
     aggregator_names,
     alert_set_names,
     check_dtypes,
     check_golden,
+    check_softmax_group,
     counted_names,
     familiar_of,
+    first_other_input,
     first_wrong_threshold,
     largest_magnitudes,
     name_of,
@@ -76,6 +80,7 @@ class OpenedPack:
     - `scope`: what a score says: "here", the concept is at the token, or "so far", at it or at one before
     - `weights`: stacked tensors by parameter, read when first asked for: into memory, or mapped where they are many
     - `inputs`: list of InputSpec; `input_index [P]` int64: which of them each probe reads
+    - `softmax_group [P]` int64: the softmax group of each probe, -1 for none; `tree.groups` has their members
     - `alert_threshold`, `expand_threshold` `[P]` fp32, NaN where not calibrated
     - `aggregated`: names, as `str()` gives them, of the aggregators with alert thresholds of their own
       (`thresholds_for`)
@@ -109,8 +114,11 @@ class OpenedPack:
         where, described = f"{directory / PROBES}", tensors.described
         check_dtypes(described, where)
         vectors = {name: tensors.read(name) for name in VECTORS}
+        has_groups = check_softmax_group(described, len(vectors["level"]), where)
+        groups = tensors.read(SOFTMAX_GROUP).numpy() if has_groups else None
         try:
-            self.tree = ConceptTree(*(vectors[name].numpy() for name in ("child_ptr", "child_idx", "level")))
+            ptr, idx, level = (vectors[name].numpy() for name in ("child_ptr", "child_idx", "level"))
+            self.tree = ConceptTree(ptr, idx, level, groups)
         except HierarchyError as error:
             raise HierarchyError(f"{where}: {error}") from None
         self.n_probes = self.tree.n
@@ -170,6 +178,13 @@ class OpenedPack:
                 )
         if not 0 <= int(self.input_index.min()) <= int(self.input_index.max()) < len(self.inputs):
             raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
+        unlike = first_other_input(self.tree.groups, self.input_index)
+        if unlike is not None:
+            first, other = (self.concepts[probe]["id"] for probe in unlike)
+            raise PackCorrupt(
+                f"{where}: {first!r:.80} and {other!r:.80} are of one softmax group and read different inputs: fetch"
+                " the pack again"
+            )
 
     def _check_manifest(self, where: str) -> None:
         """Raise `PackCorrupt` where the manifest says another thing of the weights than they are."""
@@ -180,6 +195,13 @@ class OpenedPack:
                     " again"
                 )
         check_scope(self.scope, self.sites, f"{self.directory / MANIFEST}", PackCorrupt)
+        version, has_groups = self.manifest["format_version"], SOFTMAX_GROUP in self._tensors.described
+        if has_groups != (version == GROUPED_VERSION):
+            raise PackVersionError(
+                f"{where} holds {'a' if has_groups else 'no'} {SOFTMAX_GROUP}, and the manifest's format_version is"
+                f" {version}: packs with softmax groups are of version {GROUPED_VERSION}, and no others are. Fetch the"
+                " pack again"
+            )
         stated, hidden_size = self.manifest["host"].get("hidden_size"), self.architecture.hidden_size
         # What probes of a recurrent layer read is as wide as that layer has it.
         if stated not in (None, hidden_size) and not all(map(is_recurrent, self.sites)):
@@ -375,6 +397,11 @@ class OpenedPack:
         self.lowest_input_limit = min(self.lowest_input_limit, float(limits.min(initial=math.inf)))
 
     # -- asking ----------------------------------------------------------------------------------
+
+    @property
+    def softmax_group(self) -> Tensor:
+        """The number of each probe's softmax group `[P]` int64, -1 for one that stands alone."""
+        return torch.from_numpy(self.tree.groups.of)
 
     @cached_property
     def sites(self) -> list[str]:

@@ -30,6 +30,7 @@ from probemon.packs.manifest import (
     CONTROL,
     FORMAT,
     FORMAT_VERSION,
+    GROUPED_VERSION,
     HERE,
     SCOPES,
     SCORE_RULES,
@@ -42,8 +43,10 @@ from probemon.packs.tensors import (
     ALERT_SET,
     DTYPES,
     SCORE_COUNTS,
+    SOFTMAX_GROUP,
     THRESHOLDS,
     familiar_tensors,
+    first_other_input,
     first_wrong_threshold,
     name_of,
 )
@@ -65,6 +68,7 @@ class PackSpec:
     licence: str
     card: str
     input_index: Tensor | None = None
+    softmax_group: Tensor | None = None
     alert_threshold: Tensor | None = None
     expand_threshold: Tensor | None = None
     aggregated: Mapping[str, Tensor] | None = None
@@ -88,7 +92,8 @@ class PackSpec:
         levels = [concept["level"] for concept in self.concepts if "level" in concept]
         if levels and len(levels) != len(self.concepts):
             raise PackError(f"{len(levels)} of {len(self.concepts)} concepts state a level: state it on all or on none")
-        order, tree = ConceptTree.build(self.ids, [concept["parents"] for concept in self.concepts], levels or None)
+        parents = [concept["parents"] for concept in self.concepts]
+        order, tree = ConceptTree.build(self.ids, parents, levels or None, self._given_groups())
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "input_specs", [InputSpec(**spec) for spec in self.inputs])
@@ -123,12 +128,14 @@ class PackSpec:
                 return torch.full((n,), math.nan, dtype=torch.float32, device="cpu")
             return thresholds.to(torch.float32)[order]
 
+        groups = self.tree.groups
         index = torch.zeros(n, dtype=torch.int64, device="cpu") if self.input_index is None else self.input_index
         small = {
             "child_ptr": torch.from_numpy(self.tree.child_ptr),
             "child_idx": torch.from_numpy(self.tree.child_idx),
             "level": torch.from_numpy(self.tree.level),
             "input": index.to(torch.int64)[order],
+            **({SOFTMAX_GROUP: torch.from_numpy(groups.of).to(torch.int32)} if len(groups) else {}),
             "alert_threshold": ordered(self.alert_threshold),
             "expand_threshold": ordered(self.expand_threshold),
             **{AGGREGATED + str(name): ordered(thresholds) for name, thresholds in (self.aggregated or {}).items()},
@@ -150,7 +157,7 @@ class PackSpec:
         levels, counts = np.unique(self.tree.level, return_counts=True)
         return {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": GROUPED_VERSION if len(self.tree.groups) else FORMAT_VERSION,
             "name": self.name,
             "licence": self.licence,
             "host": dict(self.host),
@@ -173,6 +180,18 @@ class PackSpec:
             first = {"id": concept["id"], "name": concept["name"], "level": level, "parents": list(concept["parents"])}
             lines.append({**first, **{key: value for key, value in concept.items() if key not in first}})
         return lines
+
+    def _given_groups(self) -> list[int] | None:
+        if self.softmax_group is None:
+            return None
+        group = check_tensor("softmax_group", self.softmax_group, (len(self.concepts),), PackError)
+        if group.is_floating_point() or bool((group < -1).any()):
+            raise PackError(
+                "softmax_group holds other values than whole numbers from -1: give the number of each concept's group,"
+                " -1 for a concept that has none"
+            )
+        numbers: list[int] = group.tolist()
+        return numbers
 
     def _check_kinds(self) -> None:
         check_choice("score_rule", self.score_rule, SCORE_RULES)
@@ -241,6 +260,12 @@ class PackSpec:
         if not 0 <= int(index.min()) <= int(index.max()) < len(self.input_specs):
             raise PackError(
                 f"input_index must lie in 0..{len(self.input_specs) - 1}: it says which of the inputs a probe reads"
+            )
+        unlike = first_other_input(self.tree.groups, index)
+        if unlike is not None:
+            first, other = (self.ids[int(self.order[probe])] for probe in unlike)
+            raise PackError(
+                f"{first!r} and {other!r} are of one softmax group and read different inputs: give them one"
             )
 
     def _counts(self) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from probemon.core.familiarity import Familiar
 from probemon.core.probes import Architecture
 from probemon.core.score_counts import N_BINS
+from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.errors import PackCorrupt
 from probemon.packs.claims import SET_NAME
 
@@ -29,6 +30,7 @@ AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running 
 SCORE_COUNTS = "score_counts:"  # and the name of the aggregator whose running scores were counted, or "each"
 ALERT_SET = "alert_threshold@"  # and the name of a set of alert thresholds that is not the one in force
 FAMILIAR = ("familiar_mean@", "familiar_basis@", "familiar_limit@")  # and the number of an input
+SOFTMAX_GROUP = "softmax_group"  # of a pack that has softmax groups: the number of each probe's, -1 for none
 ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
 THRESHOLDS = (
     "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand"
@@ -61,6 +63,23 @@ def check_dtypes(described: Mapping[str, Tensor], where: str) -> None:
         )
         if name in described and described[name].dtype not in allowed:
             raise PackCorrupt(f"{where}: {name} is {described[name].dtype}, expected {expected}")
+
+
+def check_softmax_group(described: Mapping[str, Tensor], n_probes: int, where: str) -> bool:
+    """Return whether a pack has softmax groups. Raises `PackCorrupt` where they are no vector of numbers."""
+    tensor = described.get(SOFTMAX_GROUP)
+    if tensor is not None and (tuple(tensor.shape) != (n_probes,) or tensor.dtype != torch.int32):
+        raise PackCorrupt(
+            f"{where}: {SOFTMAX_GROUP} is {tensor.dtype} {tuple(tensor.shape)}, expected torch.int32 ({n_probes},)"
+        )
+    return tensor is not None
+
+
+def first_other_input(groups: SoftmaxGroups, input_index: Tensor) -> tuple[int, int] | None:
+    """Return two members of one softmax group that read different inputs `[P]`, or None."""
+    index = input_index.numpy()
+    other = np.flatnonzero(index[groups.members] != index[groups.firsts])
+    return (int(groups.firsts[other[0]]), int(groups.members[other[0]])) if len(other) else None
 
 
 def aggregator_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:

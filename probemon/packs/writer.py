@@ -34,7 +34,7 @@ from torch import Tensor
 from probemon.core.files import sha256
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import Architecture, input_dtype
-from probemon.core.reference import score_reference
+from probemon.core.reference import logits_reference, scores_of_logits, sigmoid
 from probemon.errors import PackCorrupt, PackError
 from probemon.packs.files import check_target, replace_directory
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES
@@ -61,6 +61,8 @@ class PackWriter:
       edges), and anything else JSON
     - `architecture`, `dtype`: of every probe; `score_rule`: `independent` or `path`
     - `inputs`: dicts of an InputSpec; `input_index [P]`: which of them each probe reads, the first by default
+    - `softmax_group [P]`: which concepts exclude one another: the number of each one's group, -1 for none; members of a
+      group have the same parents, level and input
     - `alert_threshold`, `expand_threshold` `[P]`: NaN, the default, where not calibrated
     - `aggregated`: alert thresholds `[P]` by `str()` of an aggregator
     - `alert_set`: the name of the set that `alert_threshold` is; `alert_sets`: further sets `[P]` by name
@@ -139,13 +141,14 @@ class PackWriter:
         """Write the probes of some concepts, from `start` on: `w1 [n, H1, D]`, `b1 [n, H1]` and so on, matrices in the
         pack's dtype.
 
-        Return their own scores `[G, n]` fp32 of the golden states, where there are any. Raises `PackError` for a probe
+        Return their own scores `[G, n]` fp32 of the golden states, where there are any; of members of softmax groups,
+        whose scores depend on all members, their logits. Raises `PackError` for a probe
         that was put before, is not finite, or has another shape or dtype than the pack.
         """
         n = self._check_slice(start, weights)
         numbers = self._number[start : start + n]
         by_number = np.argsort(numbers)
-        scores = torch.empty(len(self._golden[0]), n, dtype=torch.float32, device="cpu") if self._golden else None
+        logits = torch.empty(len(self._golden[0]), n, dtype=torch.float32, device="cpu") if self._golden else None
         per_probe = sum(tensor[0].numel() * tensor.element_size() for tensor in weights.values()) if n else 1
         step = max(1, _BLOCK_BYTES // max(per_probe, 1))
         with self._writing():
@@ -156,11 +159,14 @@ class PackWriter:
                 self._check_finite(block, start + some)
                 for key, tensor in block.items():
                     self._write_rows(key, numbers[some], tensor)
-                if scores is not None:
-                    scores[:, some] = self._score(block, numbers[some])
-        if scores is not None:
-            self._small["golden_scores"][:, numbers] = scores
+                if logits is not None:
+                    logits[:, some] = self._logits(block, numbers[some])
         self._is_put[start : start + n] = True
+        if logits is None:
+            return None
+        self._small["golden_scores"][:, numbers] = logits  # until all are known
+        scores, alone = logits.clone(), torch.from_numpy(self._spec.tree.groups.of[numbers] < 0)
+        scores[:, alone] = sigmoid(logits[:, alone].reshape(-1)).reshape(len(logits), -1)
         return scores
 
     def _check_slice(self, start: int, weights: Mapping[str, Tensor]) -> int:
@@ -211,17 +217,17 @@ class PackWriter:
         dtype = input_dtype(self._spec.dtype)
         return [prepare_input(golden[:, sites.index(spec.site)], spec, dtype) for spec in specs]
 
-    def _score(self, block: Mapping[str, Tensor], numbers: np.ndarray) -> Tensor:
-        """Return own scores `[G, n]` of the golden states by the reference kernel, which gathers weights: one state at
-        a time.
+    def _logits(self, block: Mapping[str, Tensor], numbers: np.ndarray) -> Tensor:
+        """Return logits `[G, n]` of the golden states by the reference kernel, which gathers weights: one state at a
+        time.
         """
         inputs = self._small["input"][torch.from_numpy(numbers)]
-        scores = torch.empty(len(self._golden[0]), len(numbers), dtype=torch.float32, device="cpu")
+        logits = torch.empty(len(self._golden[0]), len(numbers), dtype=torch.float32, device="cpu")
         for i, states in enumerate(self._golden):
             slots = (inputs == i).nonzero()[:, 0]
             for row in range(len(states) if len(slots) else 0):
-                scores[row, slots] = score_reference(states, block, torch.full_like(slots, row), slots)
-        return scores
+                logits[row, slots] = logits_reference(states, block, torch.full_like(slots, row), slots)
+        return logits
 
     def _layout(self) -> tuple[bytes, dict[str, int], int]:
         """Return the header of the safetensors file, where each tensor begins, and the size of the file. Larger items
@@ -280,15 +286,15 @@ class PackWriter:
         """Return the scores `[G, P]` of the golden states by the pack's rule. Raises `PackCorrupt` for one that is no
         number.
         """
-        scores = self._small["golden_scores"]
+        scores = torch.from_numpy(
+            scores_of_logits(self._small["golden_scores"], self._spec.tree, self._spec.score_rule)
+        )
         unscored = (~torch.isfinite(scores)).any(dim=0).nonzero()[:, 0].tolist()
         if unscored:
             raise PackCorrupt(
                 f"{self._lines[unscored[0]]['id']!r} does not score a number on the golden states: its weights are"
                 " too large. Train it again, or leave it out"
             )
-        if self._spec.score_rule == "path":
-            return torch.from_numpy(self._spec.tree.times_best_parent(scores.numpy()))
         return scores
 
     def _discard(self) -> None:

@@ -65,6 +65,7 @@ def test_compiled_descent_is_that_of_the_cascade(case):
         for everything in (False, True):
             active, dropped, scores = net.descend(
                 links,
+                narrow.groups,
                 np.zeros(tree.n, np.int64),
                 1,
                 states,
@@ -146,6 +147,7 @@ def test_a_parent_that_is_no_number_makes_no_number(order):
     for everything in (False, True):
         *_, scores = net.descend(
             (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),
+            tree.groups,
             np.zeros(3, np.int64),
             1,
             torch.full((1, 16), 10.0),

@@ -109,7 +109,7 @@ def test_a_pair_out_of_range_is_skipped_by_the_kernel_itself(shape, shares):
     rows = torch.tensor([0, 1, 2, 3, 0, 1, 2, 4, 0, 1, -1, 3, 3])
     slots = torch.tensor([2, 2, 2, 2, 5, 5, 5, 5, 7, 7, 7, 11, -1])
     out = torch.zeros(13)
-    triton_pairs._score(STATES, net, rows, slots, out, shares)
+    triton_pairs._score(STATES, net, rows, slots, out, shares, False)
     sound = torch.tensor([*[True] * 7, False, True, True, False, False, False])
     assert torch.equal(out.isfinite(), sound)
     assert torch.equal(out[sound], triton_pairs.score_triton(STATES, net, rows[sound], slots[sound]))
@@ -135,7 +135,16 @@ def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
     ):
         with pytest.raises(ConfigError):
             engine._ways["descent"]._net.descend(
-                links, engine.scores.block_of, 2, x, n, plan.start, retained, plan.expand_threshold, **rest
+                links,
+                plan.tree.groups,
+                engine.scores.block_of,
+                2,
+                x,
+                n,
+                plan.start,
+                retained,
+                plan.expand_threshold,
+                **rest,
             )
     kept = torch.full((4, 2), -1, dtype=torch.int32)
     for n, x, retained in (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_update import states_of
 
+import grouped_packs
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
@@ -59,18 +60,25 @@ def managers(folder, model, kind):
             "two": make_pack(folder / "two", model, n=25, seed=3, rule="independent"),
         }
         return DynamicProbeManager(packs, keep_top_k=5)
-    rule = "path" if kind == "path" else "independent"
+    rule = "path" if kind.startswith("path") else "independent"
+    if kind.endswith("softmax groups"):
+        return DynamicProbeManager(
+            grouped_packs.write(folder / "pack", (), torch.float32, rule), keep_top_k=5, audit_rate=0.5
+        )
     pack = make_pack(folder / "pack", model, rule=rule)
     options = {"arena_bytes": pack.weight_bytes() * 3 // 4} if kind == "paged" else {}
     impl = {"impl": "cpu"} if kind == "cpu" else {}
     return DynamicProbeManager(pack, keep_top_k=5, audit_rate=0.5, **options, **impl)
 
 
-@pytest.mark.parametrize("kind", ["path", "independent", "paged", "cpu", "several packs"])
+KINDS = ["path", "independent", "paged", "cpu", "several packs", "independent, softmax groups", "path, softmax groups"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_rung_leaves_out_what_it_says_and_scores_the_rest_as_ever(tmp_path, clock, kind):
     model = make_model()
     manager = managers(tmp_path, model, kind)
-    pack, name = manager.pack, "one:c14" if kind == "several packs" else "c14"
+    pack, name = manager.pack, "one:c14" if kind == "several packs" else "c12" if "groups" in kind else "c14"
     always = pack.find(name)
     with manager.attach(model, budget=Budget(ms=1.0)) as run:
         run.update(always_on=[name])
@@ -82,15 +90,20 @@ def test_every_rung_leaves_out_what_it_says_and_scores_the_rest_as_ever(tmp_path
     assert list(dict.fromkeys(rungs)) == [ALL, *expected] and run.budget.rung == "off" and run.budget.at_its_end
     assert [rungs.count(rung) for rung in expected[:-1]] == [DOWN_AFTER] * len(expected[:-1])
     everything = manager.score_all(states_of(model, out)[0]).numpy()
-    ancestors = {always}
-    while kind == "path":  # whose scores need those above
-        more = ancestors | {parent for probe in ancestors for parent in pack.tree.parents(probe)}
-        if more == ancestors:
-            break
-        ancestors = more
-    leaves = {probe for probe in range(pack.n_probes) if not len(pack.tree.children(probe))}
+    groups = {pack.find(f"c{i}"): group for i, group in enumerate(grouped_packs.GROUPS)} if "groups" in kind else {}
+
+    def needed(probes):
+        """With the parents of each by the path rule, and with the members of their groups."""
+        more = set(probes)
+        for probe in probes:
+            more |= {int(parent) for parent in pack.tree.parents(probe)} if kind.startswith("path") else set()
+            more |= {mate for mate, group in groups.items() if group == groups.get(probe, -1) != -1}
+        return more if more == set(probes) else needed(more)
+
+    named, inner = needed({always}), {probe for probe in range(pack.n_probes) if len(pack.tree.children(probe))}
     start = set(np.flatnonzero(manager.plan_with([name]).always).tolist())
-    n_shed = {ALL: 0, AUDIT: 0, DEPTH: len(leaves - start), NAMED: pack.n_probes - len(ancestors)}
+    kept = needed(inner | start)
+    n_shed = {ALL: 0, AUDIT: 0, DEPTH: pack.n_probes - len(kept), NAMED: pack.n_probes - len(named)}
     for t, rung in enumerate(rungs[:-1]):
         seen = rung < SAMPLED or (rung == SAMPLED and t % EVERY == 0)
         assert coverage.unseen[t] == ("" if seen else LEFT_OUT[rung]), t
@@ -103,9 +116,9 @@ def test_every_rung_leaves_out_what_it_says_and_scores_the_rest_as_ever(tmp_path
         assert np.allclose(result.scores.active_scores(t), everything[t, active], atol=1e-5)
         assert always in active
         if rung == DEPTH:
-            assert not (leaves - start) & set(active.tolist())
+            assert set(active.tolist()) <= kept
         elif rung >= NAMED:
-            assert set(active.tolist()) == ancestors
+            assert set(active.tolist()) == named
         if rung >= AUDIT:
             assert coverage.audited[t] == 0
     if kind != "several packs":

@@ -2,6 +2,8 @@
 compare with.
 """
 
+import statistics
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,12 @@ import torch
 from conftest import HIDDEN, PAD, make_model, make_pack
 from forging import forge
 from probemon import DynamicProbeManager, Ema, ProbePack, Rank, ZScore
-from probemon.core.aggregate import over
+from probemon.core.aggregate import Each, over
 from probemon.core.baselines import with_counts
-from probemon.core.score_counts import ScoreCounts
-from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
+from probemon.core.score_counts import ScoreCounts, log_odds
+from probemon.core.scores import PROMPT as PROMPT_PHASE
+from probemon.errors import CalibrationError, ConfigError, NotSupportedDecoding, PackCorrupt, PackError
+from probemon.monitor.rules import make_rules
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.calibrated_pack import write_calibrated
 from probemon.offline.score_statistics import ScoreStatistics
@@ -203,3 +207,59 @@ def test_nothing_is_calibrated_for_a_baseline():
         calibrate_alerts(documents(3, 2), fpr=0.1, aggregate="z:pack")
     with pytest.raises(ConfigError, match="watch is rank:last:64: nothing is calibrated"):
         TrainingSettings(watch="rank:last:64")
+
+
+@pytest.mark.parametrize("aggregate", ["z:traffic:40", "rank:traffic:16", "z:traffic:64:ema:0.3"])
+def test_traffic_is_of_all_rows_and_runs_in_the_order_in_which_they_came(counted, aggregate):
+    model, manager = make_model(), DynamicProbeManager(counted, load_threshold=0.0)
+    [rule] = make_rules(counted, "c9", above=0.4, aggregate=aggregate, action="record")
+    [other] = make_rules(counted, "c2", above=0.4, aggregate=aggregate, action="record")
+    order, met = [], []
+    for ids in (BATCH, PROMPT):
+        with manager.attach(model) as run:
+            run.add_rules([rule, other])
+            run.listen(lambda placed, scores: order.append((placed, scores)))
+            model.generate(ids, attention_mask=(ids != PAD).long(), **{**GREEDY, "max_new_tokens": 25})
+        met += [(event.row, event.column, event.value) for event in run.events if event.concept == "c9"]
+    # Plain Python: the running score of each row, its log odds, and all that came before it.
+    by_row, window, expected, streaks, of = {}, [], [], {}, Ema(0.3) if "ema" in aggregate else Each()
+    most, runs = int(aggregate.split(":")[2]), 0
+    for placed, scores in order:
+        if placed.phase == PROMPT_PHASE:
+            runs += 1
+            continue
+        column = scores.column(counted.find("c9"))
+        for i, row in enumerate(placed.rows.tolist()):
+            state = by_row.get((runs, row), of.begin())
+            by_row[runs, row], [score] = of.add(state, column[i : i + 1])
+            clipped = min(max(score, 1e-12), 1 - 1e-12)
+            odds = float(log_odds(np.array([score]))[0])
+            assert abs(odds - np.log(clipped / (1 - clipped))) < 1e-6 or not 1e-9 < score < 1 - 1e-9
+            past = sorted(window[-most:])
+            if aggregate.startswith("rank"):
+                value = sum(one < odds for one in past) / (len(past) + 1)
+            elif len(past) < 16:
+                value = float("nan")
+            else:
+                median = statistics.median(past)
+                distance = statistics.median(abs(one - median) for one in past)
+                value = (odds - median) / max(1.4826022185056018 * distance, 0.25)
+            window.append(odds)
+            streaks[runs, row] = streaks.get((runs, row), 0) + 1 if value > 0.4 else 0
+            if streaks[runs, row] == 1:
+                expected.append((row, int(placed.columns[i]), value))
+    assert [one[:2] for one in met] == [one[:2] for one in expected] and len(met) > 5
+    assert np.allclose([one[2] for one in met], [one[2] for one in expected], atol=1e-9)
+
+
+def test_traffic_is_refused_where_it_would_not_be_what_came(counted):
+    model, manager = make_model(), DynamicProbeManager(counted)
+    with manager.attach(model) as run:
+        run.on("c9", above=3.0, aggregate="z:traffic:64", action="record")
+        with pytest.raises(NotSupportedDecoding, match="last tokens of all traffic"):
+            model.generate(PROMPT, num_beams=2, **GREEDY)
+        out = model.generate(PROMPT, **GREEDY)
+        with pytest.raises(ConfigError, match="which a result does not know"):
+            run.result(out).aggregate("c9", "z:traffic:64")
+    with pytest.raises(ConfigError, match="traffic is of the last tokens"):
+        ZScore(traffic=True)

@@ -69,12 +69,13 @@ def cases(arch):
             "ROWS": kernels.PAIRS,
             "BLOCK_H2": 1,
             "BLOCK_PARTS": 1,
+            "LOGITS": False,
         }
         yield f"cascade: score linear 4096 {dtype}", cascade._score, linear, dtype
         yield (
             f"linear 4096 {dtype}",
             kernels._linear,
-            {"SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS},
+            {"SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS, "LOGITS": False},
             dtype,
         )
         # It writes fp32, and reads what a host gives: bf16, fp16 or fp32.

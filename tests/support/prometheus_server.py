@@ -11,9 +11,11 @@ import urllib.request
 
 
 class Prometheus:
-    """A server of its own; `ask(query)` waits for a number. `targets`: addresses by job."""
+    """A server of its own; `ask(query)` waits for a number. `targets`: addresses by job. A scrape that is longer than
+    `every` is lost.
+    """
 
-    def __init__(self, folder, targets, every="200ms"):
+    def __init__(self, folder, targets, every="1s"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -59,6 +61,15 @@ class Prometheus:
                 return [(labels, value) for labels, value in values if math.isfinite(value)]
             time.sleep(0.1)
         raise AssertionError(f"no number for {query}: {found}")
+
+    def is_empty(self, query, seconds=20):
+        """Whether a query has nothing within that time: a scrape may be late where other work takes the machine."""
+        end = time.monotonic() + seconds
+        while found := self.api_query(query):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.2)
+        return not found
 
     def api_query(self, query):
         """What the query has now."""

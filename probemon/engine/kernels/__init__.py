@@ -1,6 +1,8 @@
 """score_probes scores pairs of hidden state and probe, by one of four implementations that agree.
 
     scores = score_probes(hidden, weights, rows, slots, impl="numba")
+    logits = probe_logits(hidden, weights, rows, slots, impl="numba")     # of members of softmax groups
+    scores = group_scores(logits, starts, impl="numba")                   # which begin at `starts`
 
 `reference` is eager torch that gathers weights: the meaning, not the speed. `cpu` (torch) and `numba` read weights
 where they lie. `triton` is one fused kernel. Each is bitwise reproducible: a pair's score depends on its hidden state
@@ -20,7 +22,8 @@ from torch import Tensor
 from probemon.core.checks import check_choice
 from probemon.core.inputs import check_states
 from probemon.core.probes import input_dtype
-from probemon.core.reference import score_reference
+from probemon.core.reference import logits_reference, score_reference
+from probemon.core.softmax_groups import Floats, Ints, softmax
 from probemon.errors import ConfigError, KernelUnavailable
 
 IMPLS = ("reference", "cpu", "numba", "triton")
@@ -102,9 +105,7 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     every pair is one of a row of `hidden` and a slot of the weights; on a GPU, which would have to be waited for, a
     pair out of range has the score NaN instead.
     """
-    check_impl(impl, weights["w1"].device, weights["w1"].dtype)
-    check_states(hidden, weights["w1"].shape[2])
-    hidden = hidden.to(input_dtype(weights["w1"].dtype))
+    hidden = _checked(hidden, weights, impl)
     if impl == "reference":
         return score_reference(hidden, weights, rows, slots)
     if impl == "cpu":
@@ -118,3 +119,40 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     from probemon.engine.kernels.triton_pairs import score_triton
 
     return score_triton(hidden, weights, rows, slots)
+
+
+def probe_logits(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
+    """Return logits [M] fp32 of M pairs, as `score_probes` does their scores."""
+    hidden = _checked(hidden, weights, impl)
+    if impl == "reference":
+        return logits_reference(hidden, weights, rows, slots)
+    if impl == "cpu":
+        from probemon.engine.kernels.cpu import logits_cpu
+
+        return logits_cpu(hidden, weights, rows, slots)
+    if impl == "numba":
+        from probemon.engine.kernels.numba_cpu import logits_numba
+
+        return logits_numba(hidden, weights, rows, slots)
+    from probemon.engine.kernels.triton_pairs import logits_triton
+
+    return logits_triton(hidden, weights, rows, slots)
+
+
+def group_scores(logits: Floats, starts: Ints, *, impl: str) -> Floats:
+    """Return the softmax [M] of logits [M] on the host over segments, which begin at `starts`, each a whole group.
+
+    `numba` has one of its own, since its descent has no other, and both must agree to the last bit.
+    """
+    if impl != "numba":
+        return softmax(logits, starts)
+    from probemon.engine.kernels.numba_cpu import softmax_numba
+
+    return softmax_numba(logits, starts)
+
+
+def _checked(hidden: Tensor, weights: Mapping[str, Tensor], impl: str) -> Tensor:
+    """Return `hidden` rounded as `impl` reads it for these weights. Raises what `score_probes` raises."""
+    check_impl(impl, weights["w1"].device, weights["w1"].dtype)
+    check_states(hidden, weights["w1"].shape[2])
+    return hidden.to(input_dtype(weights["w1"].dtype))

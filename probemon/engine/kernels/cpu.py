@@ -20,6 +20,11 @@ _BLOCK_VALUES = 1 << 17  # fp32 values widened at once: 512 KiB, inside a core's
 
 def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
+    return sigmoid(logits_cpu(hidden, weights, rows, slots))
+
+
+def logits_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
+    """Return logits [M] fp32 of the same."""
     check_pairs(hidden, weights, rows, slots)
     n_slots, h1, d = weights["w1"].shape
     order = torch.argsort(rows.to(torch.int64) * n_slots + slots)
@@ -35,9 +40,9 @@ def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots
         for at in range(begin, end, per_block):
             stop = min(at + per_block, end)
             logits[at:stop] = _slice_logits(x[row_list[at]], weights, slot_list[at], slot_list[at] + stop - at)
-    scores = torch.empty_like(logits)
-    scores[order] = sigmoid(logits)
-    return scores
+    in_place = torch.empty_like(logits)
+    in_place[order] = logits
+    return in_place
 
 
 def _slice_logits(x: Tensor, weights: Mapping[str, Tensor], a: int, b: int) -> Tensor:

@@ -8,7 +8,8 @@ after another, as memory likes it; for many states a tile of 4 x 4 reads each we
 All of it is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in the file
 of a function that it calls. The first call on a machine compiles, which takes some seconds.
 
-In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `parent_idx` link a hierarchy in CSR.
+In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `parent_idx` link a hierarchy in CSR,
+`groups` are the arrays `of [P]`, `ptr [G+1]` and `members [E]` of its softmax groups.
 """
 
 from __future__ import annotations
@@ -175,9 +176,29 @@ def _touch(w: Array, begin: int, end: int) -> int:
 
 
 @_compiled
-def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
-    """Compute `own[i * n_slots + k]`: the score of slot + k for the state at `x[x_at[i]]`. Only slots of linear probes
-    are scored several at once.
+def _softmax(z: Array, begin: int, end: int, out: Array) -> None:
+    """Compute the softmax of `z[begin:end]` in fp64, one element after another; all NaN where one is not finite."""
+    top = np.float64(z[begin])
+    for i in range(begin + 1, end):
+        top = max(top, np.float64(z[i]))
+    total = 0.0
+    for i in range(begin, end):
+        total += math.exp(np.float64(z[i]) - top)
+    for i in range(begin, end):
+        out[i] = np.float32(math.exp(np.float64(z[i]) - top) / total)
+
+
+@_compiled
+def softmax_segments(z: Array, ptr: Array, out: Array) -> None:
+    """Compute the softmax of each segment `ptr[g]` to `ptr[g + 1]` of `z`, `out [M]`."""
+    for g in range(len(ptr) - 1):
+        _softmax(z, ptr[g], ptr[g + 1], out)
+
+
+@_compiled
+def _logits_of_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
+    """Compute `own[i * n_slots + k]`: the logit of slot + k for the state at `x[x_at[i]]`. Only slots of linear probes
+    are computed several at once.
     """
     w1, s1, b1, w2, s2, b2, w3, s3, b3, d, h1, h2, n_layers = net
     if n_layers == 1:
@@ -198,13 +219,11 @@ def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: in
         else:
             _products(w3, slot * h1, 1, h1, first, begin, n, own)
         _add_bias(own, s3, b3, slot, 1, n, False)
-    for i in range(n * n_slots):
-        own[i] = _sigmoid(own[i])
 
 
 @_compiled
-def score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> None:
-    """Score M pairs whose slots never fall, `out [M]`."""
+def score_pairs(net: Any, x: Array, rows: Array, slots: Array, as_logits: bool, out: Array) -> None:
+    """Score M pairs whose slots never fall, `out [M]`; `as_logits`: leave out the sigmoid."""
     d = net[9]
     x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), 0
     while at < len(slots):
@@ -212,17 +231,36 @@ def score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> No
         while at + n < len(slots) and slots[at + n] == slots[at]:
             x_at[n] = rows[at + n] * d
             n += 1
-        _score_slots(net, slots[at], 1, x, x_at, n, own)
-        out[at : at + n] = own[:n]
+        _logits_of_slots(net, slots[at], 1, x, x_at, n, own)
+        for i in range(n):
+            out[at + i] = own[i] if as_logits else _sigmoid(own[i])
         at += n
 
 
 @_compiled
+def _score_groups(groups: Any, rows: Array, probes: Array, n: int, one_row: bool, scores: Array) -> None:
+    """Turn logits into scores for the groups that have their first member among n pairs, each whole."""
+    of, ptr, members = groups
+    z = np.empty(len(members), np.float32)
+    for i in range(n if len(members) else 0):
+        group = of[probes[i]]
+        if group < 0 or members[ptr[group]] != probes[i]:
+            continue
+        row, begin, size = 0 if one_row else rows[i], ptr[group], ptr[group + 1] - ptr[group]
+        for k in range(size):
+            z[k] = scores[row, members[begin + k]]
+        _softmax(z, 0, size, z)
+        for k in range(size):
+            scores[row, members[begin + k]] = z[k]
+
+
+@_compiled
 def _score_round(
-    net: Any, x: Array, n_states: int, input_of: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array
-) -> None:
+    net: Any, x: Array, n_states: int, input_of: Array, groups: Any, pair_row: Array, pair_probe: Array, n_pairs: int,
+    scores: Array,
+) -> None:  # fmt: skip
     """Sort the pairs of one round by probe, and score them."""
-    n_probes, d = scores.shape[1], net[9]
+    n_probes, d, of = scores.shape[1], net[9], groups[0]
     if n_states == 1:
         pair_probe[:n_pairs].sort()
     else:
@@ -243,16 +281,17 @@ def _score_round(
         while at + n < n_pairs and pair_probe[at + n] == probe:
             x_at[n] = (input_of[probe] * n_states + pair_row[at + n]) * d
             n += 1
-        _score_slots(net, probe, 1, x, x_at, n, own)
+        _logits_of_slots(net, probe, 1, x, x_at, n, own)
         for i in range(n):
-            scores[pair_row[at + i], probe] = own[i]
+            scores[pair_row[at + i], probe] = own[i] if of[probe] >= 0 else _sigmoid(own[i])
         at += n
+    _score_groups(groups, pair_row, pair_probe, n_pairs, n_states == 1, scores)
 
 
 @_compiled
-def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, scores: Array) -> None:
+def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, groups: Any, scores: Array) -> None:
     """Score every probe for every state."""
-    n_probes, d, linear = scores.shape[1], net[9], net[12] == 1
+    n_probes, d, linear, of = scores.shape[1], net[9], net[12] == 1, groups[0]
     x_at = np.empty(n_states, np.int64)
     at = 0
     while at < n_probes:
@@ -262,11 +301,15 @@ def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, scores
         for i in range(n_states):
             x_at[i] = (input_of[at] * n_states + i) * d
         own = np.empty(n_states * n, np.float32)
-        _score_slots(net, at, n, x, x_at, n_states, own)
+        _logits_of_slots(net, at, n, x, x_at, n_states, own)
         for i in range(n_states):
             for k in range(n):
-                scores[i, at + k] = own[i * n + k]
+                logit = own[i * n + k]
+                scores[i, at + k] = logit if of[at + k] >= 0 else _sigmoid(logit)
         at += n
+    every = np.arange(n_probes)
+    for i in range(n_states):
+        _score_groups(groups, np.full(n_probes, i), every, n_probes, False, scores)
 
 
 @_compiled
@@ -282,33 +325,44 @@ def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row:
 
 
 @_compiled
-def _add_ancestors(
-    parent_ptr: Array, parent_idx: Array, active: Array, row: int, mark: Array, stamp: int,
-    probes: Array, begin: int, end: int,
+def _close(
+    parent_ptr: Array, parent_idx: Array, path_rule: bool, groups: Any, active: Array, row: int, mark: Array,
+    stamp: int, probes: Array, begin: int, end: int,
 ) -> int:  # fmt: skip
-    """Append to `probes[begin:end]` those ancestors that are neither active nor marked, mark them, and return the new
-    end.
+    """Append to `probes[begin:end]` what must be active with them (all ancestors by the path rule, all of a group) and
+    is neither active nor marked, mark it, and return the new end.
     """
+    of, ptr, members = groups
     at = begin
     while at < end:
-        for e in range(parent_ptr[probes[at]], parent_ptr[probes[at] + 1]):
-            parent = parent_idx[e]
-            if not active[row, parent] and mark[parent] != stamp:
-                mark[parent] = stamp
-                probes[end] = parent
-                end += 1
+        probe = probes[at]
+        if path_rule:
+            for e in range(parent_ptr[probe], parent_ptr[probe + 1]):
+                parent = parent_idx[e]
+                if not active[row, parent] and mark[parent] != stamp:
+                    mark[parent] = stamp
+                    probes[end] = parent
+                    end += 1
+        if of[probe] >= 0:
+            for e in range(ptr[of[probe]], ptr[of[probe] + 1]):
+                mate = members[e]
+                if not active[row, mate] and mark[mate] != stamp:
+                    mark[mate] = stamp
+                    probes[end] = mate
+                    end += 1
         at += 1
     return end
 
 
 @_compiled
 def _admit(
-    parent_ptr: Array, parent_idx: Array, path_rule: bool, active: Array, dropped: Array, scores: Array, row: int,
-    room: int, expanded: Array, stamp: int, probes: Array, begin: int, end: int,
+    parent_ptr: Array, parent_idx: Array, path_rule: bool, groups: Any, active: Array, dropped: Array, scores: Array,
+    row: int, room: int, expanded: Array, stamp: int, probes: Array, begin: int, end: int,
 ) -> int:  # fmt: skip
-    """Keep of the children `probes[begin:end]` those that fit with their ancestors, the child of the best expanding
-    parent first, and return the new end.
+    """Keep of the children `probes[begin:end]` those that fit with what must be active with them, the child of the best
+    expanding parent first, and return the new end.
     """
+    of, ptr, members = groups
     children = np.sort(probes[begin:end])
     key = np.empty(len(children), np.float32)
     for i in range(len(children)):
@@ -322,19 +376,27 @@ def _admit(
     for at in np.argsort(key, kind="mergesort"):  # stable: ties to the lower id
         child = children[at]
         if admitted[child] == 1:
-            continue  # came as an ancestor of a better one
+            continue  # came with a better one
         probes[end] = child
         last = end + 1
-        if path_rule:
+        if path_rule or of[child] >= 0:
             bundle = at + 2  # a mark of this child's own
             admitted[child] = bundle
             walk = end
             while walk < last:
-                for e in range(parent_ptr[probes[walk]], parent_ptr[probes[walk] + 1]):
+                probe = probes[walk]
+                for e in range(parent_ptr[probe], parent_ptr[probe + 1] if path_rule else 0):
                     parent = parent_idx[e]
                     if not active[row, parent] and admitted[parent] != 1 and admitted[parent] != bundle:
                         admitted[parent] = bundle
                         probes[last] = parent
+                        last += 1
+                group = of[probe]
+                for e in range(ptr[group] if group >= 0 else 0, ptr[group + 1] if group >= 0 else 0):
+                    mate = members[e]
+                    if not active[row, mate] and admitted[mate] != 1 and admitted[mate] != bundle:
+                        admitted[mate] = bundle
+                        probes[last] = mate
                         last += 1
                 walk += 1
         if last - end <= room:
@@ -349,12 +411,13 @@ def _admit(
 
 @_compiled
 def descend(  # noqa: C901, PLR0915 (compiled as one)
-    net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, input_of: Array, x: Array,
-    start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int, everything: bool,
-    active: Array, dropped: Array, scores: Array,
+    net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, groups: Any, input_of: Array,
+    x: Array, start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int,
+    everything: bool, active: Array, dropped: Array, scores: Array,
 ) -> None:  # fmt: skip
     """Descend as probemon.engine.cascade does; `active`, `dropped`, `scores` `[N, P]` come zeroed."""
     n_states, n_probes = active.shape
+    closes = path_rule or len(groups[2]) > 0
     frontier_row, frontier = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
     new_row, new = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
     mark, expanded, stamp = np.zeros(n_probes, np.int64), np.zeros(n_probes, np.int64), 0
@@ -371,16 +434,18 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
                     active[row, p] = True
                     frontier[n] = p
                     n += 1
-            if path_rule:
+            if closes:
                 stamp += 1
-                end = _add_ancestors(parent_ptr, parent_idx, active, row, mark, stamp, frontier, begin + len(start), n)
+                end = _close(
+                    parent_ptr, parent_idx, path_rule, groups, active, row, mark, stamp, frontier, begin + len(start), n
+                )
                 for i in range(n, end):
                     active[row, frontier[i]] = True
                 n = end
         frontier_row[begin:n] = row
         n_active[row] = n - begin
     if everything:
-        _score_everything(net, x, n_states, input_of, scores)
+        _score_everything(net, x, n_states, input_of, groups, scores)
         if path_rule:
             for row in range(n_states):
                 for p in range(n_probes):
@@ -388,7 +453,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
     n_rounds = 0
     while True:
         if not everything:
-            _score_round(net, x, n_states, input_of, frontier_row, frontier, n, scores)
+            _score_round(net, x, n_states, input_of, groups, frontier_row, frontier, n, scores)
             if path_rule:
                 for i in range(n):  # in the order of probes, so parents come first
                     row = frontier_row[i] if n_states > 1 else 0
@@ -415,11 +480,11 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
                             n_new += 1
                 i += 1
             children_end = n_new
-            if path_rule:
-                n_new = _add_ancestors(parent_ptr, parent_idx, active, row, mark, stamp, new, begin, n_new)
+            if closes:
+                n_new = _close(parent_ptr, parent_idx, path_rule, groups, active, row, mark, stamp, new, begin, n_new)
             if n_active[row] + n_new - begin > most:
                 n_new = _admit(
-                    parent_ptr, parent_idx, path_rule, active, dropped, scores, row, most - n_active[row],
+                    parent_ptr, parent_idx, path_rule, groups, active, dropped, scores, row, most - n_active[row],
                     expanded, stamp, new, begin, children_end,
                 )  # fmt: skip
             for k in range(begin, n_new):

@@ -1,6 +1,8 @@
 """numba on a CPU scores probes where their weights lie.
 
 scores = score_numba(hidden, weights, rows, slots)            # [M] of M pairs
+logits = logits_numba(hidden, weights, rows, slots)           # of members of softmax groups
+scores = softmax_numba(logits, starts)
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from probemon.core.inputs import check_pairs
-from probemon.engine.kernels.numba_compiled import Array, score_pairs
+from probemon.core.softmax_groups import Floats, Ints
+from probemon.engine.kernels.numba_compiled import Array, score_pairs, softmax_segments
 
 
 def views_of(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -30,14 +33,30 @@ def views_of(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
+    return _by_slot(hidden, weights, rows, slots, as_logits=False)
+
+
+def logits_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
+    """Return logits [M] fp32 of the same."""
+    return _by_slot(hidden, weights, rows, slots, as_logits=True)
+
+
+def softmax_numba(logits: Floats, starts: Ints) -> Floats:
+    """Return the softmax [M] fp32 of logits [M] over segments, which begin at `starts`."""
+    scores = np.empty_like(logits)
+    softmax_segments(logits, np.append(starts, len(logits)), scores)
+    return scores
+
+
+def _by_slot(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, as_logits: bool) -> Tensor:
     check_pairs(hidden, weights, rows, slots)
     net, x, row, slot = views_of(weights), _flat(hidden.to(torch.float32)), rows.numpy(), slots.numpy()
     out = np.empty(len(slot), dtype=np.float32)
     if len(slot) < 2 or (slot[1:] >= slot[:-1]).all():  # nothing to sort
-        score_pairs(net, x, row, slot, out)
+        score_pairs(net, x, row, slot, as_logits, out)
         return torch.from_numpy(out)
     order = np.argsort(slot, kind="stable")
-    score_pairs(net, x, row[order], slot[order], out)
+    score_pairs(net, x, row[order], slot[order], as_logits, out)
     scores = np.empty_like(out)
     scores[order] = out
     return torch.from_numpy(scores)

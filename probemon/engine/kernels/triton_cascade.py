@@ -100,7 +100,7 @@ def _score(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
     ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr, B, CAP, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Score an entry of state b, or a part of one, if it is from `begin` to `count`; other programs leave at once."""
     b = tl.program_id(1).to(tl.int64)
@@ -112,7 +112,9 @@ def _score(
             inside = (entries >= begin) & (entries < count)
             probes = tl.load(ids_ptr + b * CAP + entries, mask=inside, other=0)
             rows = tl.load(input_ptr + probes, mask=inside, other=0) * B + b
-            scores = linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, rows, probes, inside, D, SCALED, BLOCK_D, ROWS)
+            scores = linear_scores(
+                x_ptr, w1_ptr, s1_ptr, b1_ptr, rows, probes, inside, D, SCALED, BLOCK_D, ROWS, LOGITS
+            )
             tl.store(own_ptr + b * CAP + entries, scores, mask=inside)
     else:
         entry, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
@@ -123,7 +125,7 @@ def _score(
             part_of_probe(
                 x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, probe, part,
                 parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
-                D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+                D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
             )  # fmt: skip
 
 
@@ -257,8 +259,10 @@ class DeviceCascade:
 
     @staticmethod
     def fits(plan: CascadePlan) -> bool:
-        """Whether a state's active probes are few enough to be sorted by one program."""
-        return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
+        """Whether a state's active probes are few enough to be sorted by one program, and none is of a softmax group:
+        the sum over one is not made here.
+        """
+        return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST and not len(plan.tree.groups)
 
     def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> DeviceDescent:
         """Enqueue the descent of x `[I * N, D]` in the pack's dtype, and wait for nothing. `retained [N, R]`: int32

@@ -39,12 +39,20 @@ def _scaled(sums, scale_ptr, at, inside, SCALED: tl.constexpr):
 
 
 @triton.jit
+def score_of(logit, LOGITS: tl.constexpr):
+    """Return the sigmoid of logits; the logits themselves where these are asked for, as they are of softmax groups."""
+    if not LOGITS:
+        logit = 1.0 / (1.0 + tl.exp(-logit))
+    return logit
+
+
+@triton.jit
 def part_of_probe(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot, part, parts_ptr,
     arrived_ptr, out_ptr,
     D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Compute `ROWS` rows of layer 1 of one pair, which has `parts [N_PARTS, H2 or 1]`, `out`, and `arrived`: an int32
     zero, which is zero again afterwards.
@@ -64,7 +72,7 @@ def part_of_probe(
     _above(
         tl.sum(total, axis=1), s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr,
         arrived_ptr, out_ptr,
-        H1, H2, N_PARTS, LAYERS, SCALED, ROWS, BLOCK_H2, BLOCK_PARTS,
+        H1, H2, N_PARTS, LAYERS, SCALED, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
     )  # fmt: skip
 
 
@@ -72,7 +80,7 @@ def part_of_probe(
 def _above(
     sums, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr, arrived_ptr, out_ptr,
     H1, H2, N_PARTS, LAYERS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply `ROWS` sums of layer 1 by their part of the layer above. The last to arrive stores the score."""
     j = part * ROWS + tl.arange(0, ROWS)
@@ -108,7 +116,7 @@ def _above(
         else:
             parts = tl.load(parts_ptr + p, mask=p < N_PARTS, other=0.0, cache_modifier=".cg")
             logit = _scaled(tl.sum(parts, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
-        tl.store(out_ptr, 1.0 / (1.0 + tl.exp(-logit)))
+        tl.store(out_ptr, score_of(logit, LOGITS))
         tl.store(arrived_ptr, 0)
 
 
@@ -118,7 +126,7 @@ def _layered(
     arrived_ptr, out_ptr,
     N, P, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Score one pair, `parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`: NaN if it is out of range."""
     pair = (tl.program_id(0) // N_PARTS).to(tl.int64)
@@ -128,7 +136,7 @@ def _layered(
             x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot,
             tl.program_id(0) % N_PARTS,
             parts_ptr + pair * N_PARTS * H2, arrived_ptr + pair, out_ptr + pair,
-            D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+            D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
         )  # fmt: skip
     else:
         tl.store(out_ptr + pair, float("nan"))
@@ -140,7 +148,7 @@ def _layered_groups(
     arrived_ptr, out_ptr,
     M, N, P, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Score four pairs (`GROUP`); if they are of one probe, each tile of its weights is read once.
 
@@ -175,7 +183,7 @@ def _layered_groups(
             _above(
                 sums[i], s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part,
                 parts_ptr + (pair + i) * N_PARTS * H2, arrived_ptr + pair + i, out_ptr + pair + i,
-                H1, H2, N_PARTS, LAYERS, SCALED, ROWS, BLOCK_H2, BLOCK_PARTS,
+                H1, H2, N_PARTS, LAYERS, SCALED, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
             )  # fmt: skip
     else:
         for at in range(pair, last + 1):
@@ -184,7 +192,7 @@ def _layered_groups(
                 part_of_probe(
                     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, one, part,
                     parts_ptr + at * N_PARTS * H2, arrived_ptr + at, out_ptr + at,
-                    D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+                    D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
                 )  # fmt: skip
             else:
                 tl.store(out_ptr + at, float("nan"))
@@ -193,9 +201,9 @@ def _layered_groups(
 @triton.jit
 def linear_scores(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of `PAIRS` pairs of linear probes."""
+    """Return the scores, or logits, of `PAIRS` pairs of linear probes."""
     row, slot = row.to(tl.int64), slot.to(tl.int64)
     total = tl.zeros((PAIRS, BLOCK_D), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
@@ -207,20 +215,20 @@ def linear_scores(
     logit = _scaled(tl.sum(total, axis=1), s1_ptr, slot, inside, SCALED) + tl.load(
         b1_ptr + slot, mask=inside, other=0.0
     )
-    return 1.0 / (1.0 + tl.exp(-logit))
+    return score_of(logit, LOGITS)
 
 
 @triton.jit
 def _linear(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, N, P, D, SCALED: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Score `PAIRS` pairs of linear probes; NaN for a pair that is out of range."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = pair < M
     row, slot = tl.load(rows_ptr + pair, mask=inside, other=0), tl.load(slots_ptr + pair, mask=inside, other=0)
     sound = inside & (row >= 0) & (row < N) & (slot >= 0) & (slot < P)
-    scores = linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, sound, D, SCALED, BLOCK_D, PAIRS)
+    scores = linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, sound, D, SCALED, BLOCK_D, PAIRS, LOGITS)
     tl.store(out_ptr + pair, tl.where(sound, scores, float("nan")), mask=inside)
 
 
@@ -296,17 +304,26 @@ def block_sizes(d: int) -> int:
     return min(triton.next_power_of_2(d), 256)
 
 
-def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool) -> dict[str, Any]:
+def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool, logits: bool = False) -> dict[str, Any]:
     """Return the compile-time sizes of `_layered`."""
     return {
         "LAYERS": n_layers, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS,
         "BLOCK_H2": triton.next_power_of_2(max(h2, 1)),
-        "BLOCK_PARTS": triton.next_power_of_2(triton.cdiv(h1, ROWS)),
+        "BLOCK_PARTS": triton.next_power_of_2(triton.cdiv(h1, ROWS)), "LOGITS": logits,
     }  # fmt: skip
 
 
 def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M], all on one device."""
+    return _of_pairs(hidden, weights, rows, slots, logits=False)
+
+
+def logits_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
+    """Return logits [M] fp32 of the same."""
+    return _of_pairs(hidden, weights, rows, slots, logits=True)
+
+
+def _of_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, logits: bool) -> Tensor:
     check_pairs(hidden, weights, rows, slots)
     out = torch.empty(len(slots), dtype=torch.float32, device=hidden.device)
     x, rows, slots = hidden.contiguous(), rows.contiguous(), slots.contiguous()  # np.nonzero gives strided ones
@@ -318,22 +335,31 @@ def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     with torch.cuda.device_of(hidden):  # Triton launches on the current device
         for at in range(0, len(slots), _MOST_PAIRS):
             some = slice(at, at + _MOST_PAIRS)
-            _score(x, weights, rows[some], slots[some], out[some], shares)
+            _score(x, weights, rows[some], slots[some], out[some], shares, logits)
     return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
 
-def _score(x: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, out: Tensor, shares: bool) -> None:
+def _score(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    rows: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    shares: bool,
+    logits: bool,
+) -> None:
     n_slots, h1, d = weights["w1"].shape
     n, scaled, layers = len(slots), "w1_scale" in weights, arguments_of(weights)
     if "w3" not in weights:
         _linear[(triton.cdiv(n, PAIRS),)](
-            x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS
-        )
+            x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS,
+            LOGITS=logits,
+        )  # fmt: skip
         return
     n_layers, h2 = 2 + ("w2" in weights), weights["w2"].shape[1] if "w2" in weights else 1
     n_parts = triton.cdiv(h1, ROWS)
     parts = torch.empty(n * n_parts * h2, dtype=torch.float32, device=x.device)
-    meta, arrived = layered_meta(h1, h2, d, n_layers, scaled), _arrived(n, x.device)
+    meta, arrived = layered_meta(h1, h2, d, n_layers, scaled, logits), _arrived(n, x.device)
     if shares:
         _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](
             x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, d, h1, h2, n_parts, **meta

@@ -16,6 +16,7 @@ from torch import Tensor
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import Inputs, check_states
 from probemon.core.plan import CascadePlan
+from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.engine.cascade import Descent, PairRequests
 from probemon.engine.kernels.numba_compiled import Array, best, collect, descend
 from probemon.engine.kernels.numba_cpu import views_of
@@ -61,6 +62,7 @@ class Compiled:
         tree, checked = plan.tree, self._arena.checked  # asked before anything is read: the file may have been cut
         active, dropped, scores = self._net.descend(
             (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),
+            tree.groups,
             self._block_of,
             self._n_blocks,
             inputs.values,
@@ -88,13 +90,14 @@ class CompiledNet:
         self._net = views_of(weights)
 
     def descend(
-        self, links: tuple[Array, Array, Array, Array], input_of: Array, n_inputs: int, hidden: Tensor, n_states: int,
-        start: Array, retained: Array | None, threshold: Array,
+        self, links: tuple[Array, Array, Array, Array], groups: SoftmaxGroups, input_of: Array, n_inputs: int,
+        hidden: Tensor, n_states: int, start: Array, retained: Array | None, threshold: Array,
         *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         """Return active and dropped `[N, P]` bool, scores `[N, P]`.
 
-        `links`: child_ptr, child_idx, parent_ptr, parent_idx of a hierarchy that was checked.
+        `links`: child_ptr, child_idx, parent_ptr, parent_idx of a hierarchy that was checked; `groups`: its softmax
+        groups, of which `start` has all members or none.
         `input_of [P]`: the input that each probe reads, under `n_inputs`.
         `hidden [I * N, D]`: the prepared states.
         `start`: the probes that are always active.
@@ -115,7 +118,8 @@ class CompiledNet:
             )
         active, dropped, scores = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
         descend(
-            self._net, *links, input_of, hidden.to(torch.float32).contiguous().view(-1).numpy(), start,
+            self._net, *links, (groups.of, groups.ptr, groups.members), input_of,
+            hidden.to(torch.float32).contiguous().view(-1).numpy(), start,
             np.empty((0, shape[1]), np.bool_) if retained is None else retained, threshold,
             path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped, scores,
         )  # fmt: skip

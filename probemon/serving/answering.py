@@ -128,11 +128,11 @@ class Answering(StoppingCriteria):
                 callback_errors="raise" if served.circuit is None else "report",
             ) as run,
         ):
-            for follower in self._followers:
-                run.follow(follower)
             with self._holding:  # the file may have been read again meanwhile
                 self._run, held = run, self._newer or held
                 self._hold_to(held, count=False)
+            for follower in self._followers:
+                run.follow(follower)
             for rule, probes in self._prepared.rules:
                 run.on(
                     list(probes),

@@ -28,9 +28,7 @@ def process_metrics(served: Served) -> ProcessMetrics | None:
         if served.metric_concepts is None:
             return None
         raise MissingExtra("metrics need prometheus-client: pip install 'probemon[metrics]'") from error
-    deployment = served.holding.now.deployment
-    sha256 = "" if deployment is None else deployment.sha256
-    return ProcessMetrics(concepts=served.metric_concepts or (), registry=CollectorRegistry(), deployment=sha256)
+    return ProcessMetrics(concepts=served.metric_concepts or (), registry=CollectorRegistry())
 
 
 class ServerMetrics:

@@ -27,7 +27,7 @@ from probemon.monitor.followers import Follower
 from probemon.telemetry.exposition import exposition, several_processes
 from probemon.telemetry.metric_families import FAMILIES, PROCESS
 from probemon.telemetry.recorder import RoutingRecorder
-from probemon.telemetry.run_counts import RunCounts
+from probemon.telemetry.run_counts import RunCounts, ladder_of
 from probemon.telemetry.scraped_metrics import ScrapedMetrics
 
 if TYPE_CHECKING:
@@ -41,26 +41,23 @@ class ProcessMetrics(Follower):
 
     `concepts` are counted by name, at most 100: each is a series of its own.
     `registry` is the client's default one, or yours.
-    `deployment`: the hash of the file that holds in runs that were begun without one.
 
     Where several processes count together (`PROMETHEUS_MULTIPROC_DIR`), arenas, routing and recall, which are asked at
     the scrape, are left out. Raises `MissingExtra`, `ConfigError` where a registry holds these families already.
     `run.follow(metrics)` raises `UnknownConcept`, and `ConfigError` for too many concepts.
     """
 
-    def __init__(
-        self, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None, deployment: str = ""
-    ) -> None:
+    def __init__(self, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None) -> None:
         try:
             import prometheus_client
         except ImportError as error:
             raise MissingExtra("ProcessMetrics needs prometheus-client: pip install 'probemon[metrics]'") from error
         self.registry = prometheus_client.REGISTRY if registry is None else registry
-        self.deployment = deployment
         self._concepts, self._named = list(concepts), set[str]()
         self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
         self._highest = defaultdict[str, weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
+        self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by ladder and by breaker
         self._lock = threading.RLock()
         self._scraped = ScrapedMetrics()
         try:
@@ -119,6 +116,9 @@ class ProcessMetrics(Follower):
             self._named = named
             counts = RunCounts(self, run, probes, exemplar)
             self._open.add(run)
+            for shared in (ladder_of(run), run.breaker):
+                if shared is not None:
+                    self._n_runs[shared] = self._n_runs.get(shared, 0) + 1
             self._scraped.arenas.add(run.manager.arena)
             self._families["probemon_runs"].set(len(self._open))
         if run.routing is not None:
@@ -139,11 +139,16 @@ class ProcessMetrics(Follower):
             for one, n in self._described.items():
                 info.labels(*one).set(int(n > 0))
 
-    def set_highest(self, run: MonitorRun, name: str, value: float) -> None:
-        """Say what a run says of a gauge, which shows the highest of all open runs."""
+    def set_highest(self, name: str, of: object, value: float) -> None:
+        """Say the value of a gauge, which shows the highest, `of` what a run has, or several share."""
         with self._lock:
-            self._highest[name][run] = value
+            self._highest[name][of] = value
             self._families[name].set(max(self._highest[name].values()))
+
+    def _forget(self, name: str, of: object) -> None:
+        """Forget the value of a gauge of what one run alone had, which has ended; what several share goes on."""
+        if of is not None and self._n_runs[of] == 1 and self._highest[name].pop(of, None) is not None:
+            self._families[name].set(max(self._highest[name].values(), default=0))
 
     def add_audit(self, audit: Audit) -> None:
         """Add what audited tokens say."""
@@ -155,9 +160,8 @@ class ProcessMetrics(Follower):
             self._open.discard(run)
             self._described[labels] -= 1
             self._families["probemon_runs"].set(len(self._open))
-            for name, values in self._highest.items():
-                if values.pop(run, None) is not None:
-                    self._families[name].set(max(values.values(), default=0))
+            self._forget("probemon_budget_rung", ladder_of(run))
+            self._forget("probemon_breaker_open", run.breaker)
         self._scraped.arenas.read()
         if run.routing is not None:
             self._scraped.routing.end(run.routing)

@@ -27,6 +27,7 @@ from probemon.tracking.observer import ForwardTime
 from probemon.tracking.recording import GAP, Recording
 
 if TYPE_CHECKING:
+    from probemon.monitor.budget import Ladder
     from probemon.monitor.run import MonitorRun
     from probemon.telemetry.metrics import ProcessMetrics
 
@@ -162,20 +163,20 @@ class RunCounts(Follower):
                     n = run.budget.tokens[name]
                     counter.inc(n - self._n_shed[name])
                     self._n_shed[name] = n
-                self._say("probemon_budget_rung", NAMES.index(run.budget.rung))
+                self._say("probemon_budget_rung", run.budget.ladder, run.budget.ladder.rung)
             if run.breaker is not None:
-                self._say("probemon_breaker_open", int(run.breaker.state != CLOSED))
-            deployment = self._metrics.deployment if run.deployment is None else run.deployment.sha256
+                self._say("probemon_breaker_open", run.breaker, int(run.breaker.state != CLOSED))
+            deployment = "" if run.deployment is None else run.deployment.sha256
             manager = run.manager
             labels = (manager.pack.name, str(manager.pack.n_probes), manager.impl, deployment)
             if labels != self._labels:
                 self._metrics.describe_run(labels, self._labels)
                 self._labels = labels
 
-    def _say(self, name: str, value: int) -> None:
+    def _say(self, name: str, of: object, value: int) -> None:
         if self._said.get(name) != value:
             self._said[name] = value
-            self._metrics.set_highest(self._run, name, value)
+            self._metrics.set_highest(name, of, value)
 
     def _labels_of_exemplar(self) -> dict[str, str] | None:
         trace: Any = sys.modules.get("opentelemetry.trace")
@@ -183,6 +184,11 @@ class RunCounts(Follower):
         if context is None or not context.is_valid:
             return self._exemplar or None
         return {**self._exemplar, "trace_id": f"{context.trace_id:032x}"}
+
+
+def ladder_of(run: MonitorRun) -> Ladder | None:
+    """Return the ladder of a run's budget, which runs may share."""
+    return None if run.budget is None else run.budget.ladder
 
 
 AUDIT_SUMS = {name: name.removeprefix("n_") for name in Audit(0).as_dict() if name != "n_probes"}

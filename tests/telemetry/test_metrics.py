@@ -20,9 +20,9 @@ from probemon import DynamicProbeManager
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget
+from probemon.monitor.budget import Budget, Ladder
 from probemon.monitor.drift import DriftMonitor
-from probemon.monitor.rungs import NAMES, OFF
+from probemon.monitor.rungs import DEPTH, NAMES, OFF
 from probemon.monitor.sinks import CallbackSink, MemorySink
 from probemon.telemetry import RoutingMonitor, Rule
 from probemon.telemetry.exposition import served
@@ -206,6 +206,19 @@ def test_what_a_budget_leaves_out_is_shown_by_rung(model, pack):
     n = sum("budget" in reason for reason in run.result(out).coverage.unseen)
     assert of(found, "probemon_tokens_total", phase="generated", unseen="budget") == n > 0
     assert of(read(metrics), "probemon_budget_rung") == 0
+
+
+def test_a_ladder_that_runs_share_is_shown_between_them(model, pack):
+    ladder, metrics, manager, runs = Ladder(Budget(ms=1e-6)), fresh(), DynamicProbeManager(pack), []
+    for _ in range(2):
+        with manager.attach(model, budget=ladder) as run:
+            run.follow(metrics)
+            generate(model, max_new_tokens=8, eos_token_id=None)
+        runs.append(run)
+    found = read(metrics)
+    assert of(found, "probemon_budget_rung") == ladder.rung == DEPTH
+    shed = sum(run.budget.tokens["depth"] for run in runs)
+    assert of(found, "probemon_budget_shed_tokens_total", rung="depth") == shed > 0
 
 
 def test_an_open_breaker_is_shown_while_it_is_open(model, pack):

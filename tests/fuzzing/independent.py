@@ -326,22 +326,44 @@ def hatcat(folder: Path, normalize: str) -> Partly:
                 else {path.stem.removesuffix("_classifier") or path.stem: saved}
             )
             for name, state in states.items():
-                if (net := _hatcat(state, normalize)) is not None:
-                    found.setdefault(name, []).append(net)
+                for pole, net in _hatcat(state, normalize):
+                    found.setdefault(f"{name}/{pole}" if pole else name, []).append(net)
         except (Unreadable, AttributeError, TypeError, KeyError, RuntimeError):
             found.unread += 1
     return found
 
 
-def _hatcat(state: Mapping[str, Any], normalize: str) -> Net | None:
+class Pole(Net):
+    """One of three rows that exclude one another: the logit of its share of their softmax."""
+
+    which = 0
+
+    def logit(self, hidden: Array, dtype: torch.dtype) -> tuple[Array, Array]:
+        [(weight, bias)] = self.layers
+        rows = [Net([(weight[i : i + 1], bias[i : i + 1])], self.norm, self.eps).logit(hidden, dtype) for i in range(3)]
+        others = [rows[i] for i in range(3) if i != self.which]
+        with np.errstate(all="ignore"):
+            value = rows[self.which][0] - np.logaddexp(others[0][0], others[1][0])
+        return value, rows[self.which][1] + np.maximum(others[0][1], others[1][1])
+
+
+def _poles(weight: Array, bias: Array, normalize: str) -> list[tuple[str, Net]]:
+    poles: list[tuple[str, Net]] = []
+    for i, name in enumerate(("negative", "neutral", "positive")):
+        pole = Pole([(weight, bias)], normalize, 1e-5)
+        pole.which = i
+        poles.append((name, pole))
+    return poles
+
+
+def _hatcat(state: Mapping[str, Any], normalize: str) -> list[tuple[str, Net]]:
+    """What a state dict holds: a probe, or the poles of a three-way head, each with its name."""
     bare = {name.removeprefix("net."): _array(value) for name, value in state.items()}
     if "linear.weight" in bare:
-        return (
-            Net([(bare["linear.weight"], bare["linear.bias"])], normalize, 1e-5)
-            if len(bare["linear.weight"]) == 1
-            else None
-        )
+        weight, bias = bare["linear.weight"], bare["linear.bias"]
+        return [("", Net([(weight, bias)], normalize, 1e-5))] if len(weight) == 1 else _poles(weight, bias, normalize)
     normed = "1.weight" in bare
     places = (1, 4, 7) if normed else (0, 3, 6)
     layers = [(bare[f"{at}.weight"], bare[f"{at}.bias"]) for at in places]
-    return Net(layers, normalize, 1e-5, affine=(bare["0.weight"], bare["0.bias"]) if normed else None, own_norm=normed)
+    affine = (bare["0.weight"], bare["0.bias"]) if normed else None
+    return [("", Net(layers, normalize, 1e-5, affine=affine, own_norm=normed))]

@@ -117,7 +117,8 @@ class OpenedPack:
         has_groups = check_softmax_group(described, len(vectors["level"]), where)
         groups = tensors.read(SOFTMAX_GROUP).numpy() if has_groups else None
         try:
-            self.tree = ConceptTree(*(vectors[name].numpy() for name in ("child_ptr", "child_idx", "level")), groups)
+            ptr, idx, level = (vectors[name].numpy() for name in ("child_ptr", "child_idx", "level"))
+            self.tree = ConceptTree(ptr, idx, level, groups)
         except HierarchyError as error:
             raise HierarchyError(f"{where}: {error}") from None
         self.n_probes = self.tree.n

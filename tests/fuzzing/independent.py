@@ -77,6 +77,25 @@ class Net:
         return x[:, 0], size[:, 0]
 
 
+@dataclass
+class Share(Net):
+    """One of a softmax group: the logit of its share, whose sigmoid is that of the softmax over it and `others`."""
+
+    others: list[Net] = field(default_factory=list)
+
+    def logit(self, hidden: Array, dtype: torch.dtype) -> tuple[Array, Array]:
+        value, margin = super().logit(hidden, dtype)
+        beside = [net.logit(hidden, dtype) for net in self.others]
+        with np.errstate(all="ignore"):
+            total = np.logaddexp.reduce([z for z, _ in beside], axis=0)
+            return value - total, margin + np.max([error for _, error in beside], axis=0)
+
+
+def shares(nets: list[Net]) -> list[Net]:
+    """Return the nets of one softmax group, each with the others."""
+    return [Share(**vars(net), others=[other for j, other in enumerate(nets) if j != i]) for i, net in enumerate(nets)]
+
+
 def normalised(x: Array, norm: str, eps: float) -> Array:
     """As the pack's format has it."""
     if norm == "layernorm":
@@ -150,6 +169,11 @@ def pack_file(folder: Path) -> dict[str, list[Net]]:
         found[json.loads(line)["id"]] = [
             Net(layers, spec.get("norm", "none"), spec.get("eps", 1e-6), site=spec["site"])
         ]
+    if "softmax_group" in tensors:
+        ids, of = list(found), np.asarray(tensors["softmax_group"])
+        for group in set(of[of >= 0].tolist()):
+            members = [ids[i] for i in np.flatnonzero(of == group)]
+            found.update(zip(members, ([net] for net in shares([found[name][0] for name in members])), strict=True))
     return found
 
 
@@ -333,27 +357,9 @@ def hatcat(folder: Path, normalize: str) -> Partly:
     return found
 
 
-class Pole(Net):
-    """One of three rows that exclude one another: the logit of its share of their softmax."""
-
-    which = 0
-
-    def logit(self, hidden: Array, dtype: torch.dtype) -> tuple[Array, Array]:
-        [(weight, bias)] = self.layers
-        rows = [Net([(weight[i : i + 1], bias[i : i + 1])], self.norm, self.eps).logit(hidden, dtype) for i in range(3)]
-        others = [rows[i] for i in range(3) if i != self.which]
-        with np.errstate(all="ignore"):
-            value = rows[self.which][0] - np.logaddexp(others[0][0], others[1][0])
-        return value, rows[self.which][1] + np.maximum(others[0][1], others[1][1])
-
-
 def _poles(weight: Array, bias: Array, normalize: str) -> list[tuple[str, Net]]:
-    poles: list[tuple[str, Net]] = []
-    for i, name in enumerate(("negative", "neutral", "positive")):
-        pole = Pole([(weight, bias)], normalize, 1e-5)
-        pole.which = i
-        poles.append((name, pole))
-    return poles
+    rows = [Net([(weight[i : i + 1], bias[i : i + 1])], normalize, 1e-5) for i in range(3)]
+    return list(zip(("negative", "neutral", "positive"), shares(rows), strict=True))
 
 
 def _hatcat(state: Mapping[str, Any], normalize: str) -> list[tuple[str, Net]]:

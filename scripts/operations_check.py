@@ -1,4 +1,4 @@
-"""Measure what the pages claim of metrics, the dashboard and the alerts.
+"""Measure what the pages claim of operating probemon: metrics, the dashboard, alerts, budgets, drift, deployment files.
 
 python scripts/operations_check.py --json docs/benchmarks/operations.json
 python scripts/operations_check.py --only series_8000_concepts scrape_ms
@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts/evidence", "tests", "tests/support"))]
+sys.path[:0] = [
+    str(ROOT),
+    *(str(ROOT / name) for name in ("scripts/evidence", "tests", "tests/support", "tests/monitor")),
+]
 
 MEASURES = (
     "scripts/operations_check.py",
@@ -33,7 +36,7 @@ MEASURES = (
     "probemon/telemetry/metric_families.py",
 )
 FOLDER = ROOT / "docs/operations"
-_SCRAPES, _TOKENS, _CONCEPTS = 50, 64, 100
+_SCRAPES, _TOKENS, _CONCEPTS, _PROMPT, _FILES = 50, 64, 100, 5, 10_000
 
 
 def series_8000_concepts(folder: Path) -> dict[str, Any]:
@@ -112,13 +115,101 @@ def rules_tested(folder: Path) -> dict[str, Any]:
     return {"value": len(both), "of": len(rules), "bar": "all"}
 
 
+def ladder_down_tokens(folder: Path) -> dict[str, Any]:
+    """Count the tokens until a budget of 1 ms is on its last rung, when hooks on a random host take 10 ms more."""
+    return {"value": _ladder(folder)[0], "bar": "<= 50"}
+
+
+def ladder_up_tokens(folder: Path) -> dict[str, Any]:
+    """Count the tokens until all is scored again, once the hooks are as fast as they were."""
+    return {"value": _ladder(folder)[1], "bar": "<= 200"}
+
+
+def drift_false_alarms_per_1000_days(folder: Path) -> dict[str, Any]:
+    """Count the alarms of 1,000 simulated days of random requests without drift."""
+    from drift_simulation import DAYS, without_drift
+
+    return {"value": without_drift().total(), "days": DAYS, "bar": "<= 1"}
+
+
+def drift_detect_requests(folder: Path) -> dict[str, Any]:
+    """Count the requests by which 95 of 100 simulated doublings of a base rate of one in ten are found."""
+    import numpy as np
+
+    from drift_simulation import CLAIMED, until_found
+
+    return {"value": float(np.percentile(until_found(*CLAIMED), 95)), "base_rate": CLAIMED[0], "bar": "<= 1000"}
+
+
+def fuzzed_deployments(folder: Path) -> dict[str, Any]:
+    """Read 10,000 files at random: each has to end in a typed error with a line, or in a monitor that is as it says."""
+    import torch
+    from test_deployment import text_of
+
+    from conftest import make_model, make_pack
+    from fuzzed_deployments import at_random
+    from probemon.host.fingerprint import fingerprint
+
+    host = {"model_id": "tiny", "hidden_size": 16, "n_layers": 3, "fingerprint": fingerprint(make_model())}
+    sets = {"rate_0.01": torch.full((40,), 0.25)}
+    make_pack(folder / "pack", make_model(), alert_set="usual", alert_sets=sets, host=host)
+    ends = at_random(folder, text_of(folder), _FILES, seed=1)
+    return {"value": ends.total(), "ends": dict(ends), "bar": f"{_FILES:,}, none in anything else"}
+
+
 CLAIMS: dict[str, Callable[[Path], dict[str, Any]]] = {
     one.__name__: one
-    for one in (series_8000_concepts, scrape_ms, step_overhead_pct, dashboard_expressions_ok, rules_tested)
+    for one in (
+        series_8000_concepts,
+        scrape_ms,
+        step_overhead_pct,
+        dashboard_expressions_ok,
+        rules_tested,
+        ladder_down_tokens,
+        ladder_up_tokens,
+        drift_false_alarms_per_1000_days,
+        drift_detect_requests,
+        fuzzed_deployments,
+    )
 }
 
 
 # -- inside ------------------------------------------------------------------------------------------
+
+
+def _ladder(folder: Path) -> tuple[int | None, int | None]:
+    """Return how many tokens a ladder needs down to its last rung, and up again, by the time that steps really take;
+    None where it did not come to it. Every token's coverage has to add up.
+    """
+    import torch
+
+    from conftest import make_model, make_pack
+    from probemon import DynamicProbeManager
+    from probemon.monitor.budget import Budget
+
+    model, rungs, slow = make_model(), list[str](), True
+    pack = make_pack(folder / "pack", model)
+    with DynamicProbeManager(pack, audit_rate=0.1).attach(model, budget=Budget(ms=1.0)) as run:
+
+        def step(placed: Any, scores: Any) -> None:
+            covered = scores.coverage
+            for i, unseen in enumerate(covered.unseen):
+                total = covered.active[i] + covered.dropped[i] + covered.not_reached[i]
+                assert total == (0 if unseen else pack.n_probes) and covered.shed[i] <= covered.not_reached[i]
+            if placed.columns[0] >= _PROMPT:
+                rungs.append(run.budget.rung)
+            if slow:
+                time.sleep(0.01)
+
+        run.listen(step)
+        for slow in (True, False):
+            if not slow:
+                down = rungs.index("off") if "off" in rungs else None
+                rungs.clear()
+            for _ in range(1 if slow else 4):
+                prompt = torch.arange(1, 1 + _PROMPT)[None]
+                model.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return down, rungs.index("all") if "all" in rungs else None
 
 
 def _exposition_of_random(folder: Path, n: int, named: list[str], seconds: list[float] | None = None) -> str:

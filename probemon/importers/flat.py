@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -52,6 +53,7 @@ class Classifier:
     - `alert_threshold`: NaN where the source has none.
     - `site`: where its state is read, "" for that of the whole pack.
     - `centre [D]`: a typical state, at which rounding the first weights costs nothing.
+    - `group`: the name of the softmax group that it is of, "" for none: its score is then its share of the softmax.
     - `fields`: more for its line of concepts.jsonl, such as `name`.
     """
 
@@ -60,6 +62,7 @@ class Classifier:
     alert_threshold: float = math.nan
     site: str = ""
     centre: Tensor | None = None
+    group: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,7 +113,7 @@ class Classifier:
         if width != 1:
             raise ImportRefused(
                 f"{self.id}: its last layer has {width} outputs, a probe has one: give each output as a probe of its"
-                " own where each is a sigmoid of its own"
+                " own, and those whose softmax is taken as one group"
             )
 
     @property
@@ -261,8 +264,29 @@ def write_flat(
     concepts = [{"id": probe.id, "name": probe.id, "parents": [], **probe.fields} for probe in probes]
     alert = torch.tensor([probe.alert_threshold for probe in probes], dtype=torch.float32)
     return write_stacked(
-        target, concepts, weights, source=source, sites=places, normalize=normalize, alert_threshold=alert, **about
+        target,
+        concepts,
+        weights,
+        source=source,
+        sites=places,
+        normalize=normalize,
+        alert_threshold=alert,
+        softmax_group=_group_numbers(probes),
+        **about,
     )
+
+
+def _group_numbers(probes: Sequence[Classifier]) -> Tensor:
+    """Return the number of each probe's softmax group `[P]`, -1 for none. Raises `ImportRefused` for a group of one."""
+    sizes = Counter(probe.group for probe in probes if probe.group)
+    names = list(sizes)
+    for name, size in sizes.items():
+        if size == 1:
+            raise ImportRefused(
+                f"the softmax group {name!r} has one probe, whose score would always be 1: give the rest"
+            )
+    numbers = [names.index(probe.group) if probe.group else -1 for probe in probes]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def write_stacked(
@@ -275,6 +299,7 @@ def write_stacked(
     normalize: str | None,
     eps: float = 1e-6,
     alert_threshold: Tensor | None = None,
+    softmax_group: Tensor | None = None,
     name: str | None = None,
     licence: str = "not stated",
     model: str | None = None,
@@ -289,6 +314,7 @@ def write_stacked(
 
     - `sites`: of each probe.
     - `normalize`: what is done to the state first, `none`, `layernorm` or `rmsnorm`, without affine part, with `eps`.
+    - `softmax_group [P]`: the number of each probe's softmax group, -1 for none.
     - `name`: of the pack (default: of the folder).
     - `model` (a hub name), `n_layers`, `adapters`: of the host, as far as known.
     - `notes`: what a user must know, for the card.
@@ -318,6 +344,13 @@ def write_stacked(
     host: dict[str, Any] = {"model_id": model, "hidden_size": size, "n_layers": n_layers}
     if adapters:
         host["adapters"] = list(adapters)
+    n_grouped = 0 if softmax_group is None else int((softmax_group >= 0).sum())
+    if n_grouped:
+        notes = [
+            *notes,
+            f"{n_grouped} concepts are in softmax groups: within each their scores add up to 1, so that one rises only"
+            " where another falls.",
+        ]
     imported = {
         "source": source,
         "sites": places,
@@ -343,6 +376,7 @@ def write_stacked(
         score_rule="independent",
         inputs=[{"site": site, "norm": normalize, "eps": eps} for site in places],
         input_index=torch.tensor([places.index(site) for site in sites], device="cpu"),
+        softmax_group=softmax_group,
         alert_threshold=alert_threshold,
         host=host,
         licence=licence,

@@ -11,8 +11,12 @@ The mapping says which tensors make up which probe, and what no tensor says:
      "probes": {"deception": {"weight": "head.weight", "bias": "head.bias"},
                 "whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3,
                           "name": "Whale", "alert_threshold": 0.9},
+                "calm": {"weight": "mood.weight", "bias": "mood.bias", "row": 0, "group": "mood"},
+                "angry": {"weight": "mood.weight", "bias": "mood.bias", "row": 1, "group": "mood"},
                 "refusal": {"layers": [{"weight": "fc1.weight", "bias": "fc1.bias"}, {"weight": "fc2.weight"}]}},
      "standardize": {"mean": "mean", "scale": "std"}}
+
+Probes of one `group` exclude one another: their scores are the softmax of their logits.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from probemon.packs.pack import ProbePack
 
 Pair = tuple[Any, Any]
 _MAPPING = ("site", "normalize", "eps", "model", "n_layers", "licence", "probes", "standardize")
-_PROBE = ("weight", "bias", "row", "layers", "alert_threshold", "name", "definition", "parents", "site")
+_PROBE = ("weight", "bias", "row", "layers", "alert_threshold", "name", "definition", "parents", "site", "group")
 
 
 def import_weights(
@@ -43,6 +47,7 @@ def import_weights(
     *,
     site: str,
     normalize: str | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
     **about: Any,
 ) -> ProbePack:
     """Write probes that are in memory as a pack.
@@ -51,6 +56,8 @@ def import_weights(
       the logit, ReLU between them; tensors or arrays.
     - `site`: where the state is read.
     - `normalize`: what is done to it first (`none`, `layernorm`, `rmsnorm`); it must be given.
+    - `groups`: names of probes that exclude one another, by a name for each such group: their scores are the softmax of
+      their logits.
     - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...).
 
     Raises `ImportRefused` naming the probe, `UnknownSetting`.
@@ -58,19 +65,45 @@ def import_weights(
     check_options(import_weights, about, normalize=normalize)
     if not isinstance(probes, Mapping):
         raise ImportRefused(f"probes is a {type(probes).__name__}: give a dict, {{name: (weight, bias)}}")
+    group_of = _group_of(probes, groups)
     classifiers = []
     for name, layers in probes.items():
         try:
             if isinstance(layers, list):
-                classifiers.append(Classifier(name, [(_tensor(weight), _tensor(bias)) for weight, bias in layers]))
+                pairs = [(_tensor(weight), _tensor(bias)) for weight, bias in layers]
+                classifiers.append(Classifier(name, pairs, group=group_of.get(name, "")))
             else:
                 weight, bias = layers  # type: ignore[misc]
-                classifiers.append(linear(name, _tensor(weight), _tensor(bias)))
+                classifiers.append(linear(name, _tensor(weight), _tensor(bias), group=group_of.get(name, "")))
         except ImportRefused:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise ImportRefused(f"{name} is not (weight, bias), nor a list of them ({error})") from None
     return write_flat(target, classifiers, source="weights in memory", site=site, normalize=normalize, **about)
+
+
+def _group_of(probes: Mapping[str, Any], groups: object) -> dict[str, str]:
+    """Return the softmax group of each probe that has one. Raises `ImportRefused`."""
+    if groups is not None and not isinstance(groups, Mapping):
+        raise ImportRefused(f"groups is a {type(groups).__name__}: give a dict, {{group: [names of probes]}}")
+    group_of: dict[str, str] = {}
+    for group, names in (groups or {}).items():
+        if (
+            not isinstance(group, str)
+            or not group
+            or isinstance(names, (str, bytes))
+            or not isinstance(names, Sequence)
+        ):
+            raise ImportRefused(f"groups has {group!r}: {names!r:.100}: give a name, and a list of names of probes")
+        for name in names:
+            if name not in probes:
+                raise ImportRefused(f"the group {group!r} has {name!r}, and there is no such probe")
+            if name in group_of:
+                raise ImportRefused(
+                    f"{name!r} is in the groups {group_of[name]!r} and {group!r}: a probe is in one, once"
+                )
+            group_of[name] = group
+    return group_of
 
 
 def import_safetensors(
@@ -163,6 +196,7 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
         layers,
         alert_threshold=field(entry, "alert_threshold", float, place, float("nan")),
         site=field(entry, "site", str, place, ""),
+        group=field(entry, "group", str, place, ""),
         fields={**fields, "parents": parents},
     )
 

@@ -4,16 +4,16 @@
     print(report)  # counts, and every kind of trouble with examples
 
 It reads every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of
-their own, linear probes; fp32 and bf16; with `hierarchy.json` or with layer files alone. The report lists three-way
-"tripole" heads, which are no sigmoid of one logit and are left out. The files record neither the host's layer nor
-whether states were standardised: `site` and `normalize` say it. One file at a time is in memory; `importers.weights`
-bounds what is read of it, and runs nothing.
+their own, linear probes, three-way "tripole" heads; fp32 and bf16; with `hierarchy.json` or with layer files alone. A
+three-way head becomes three concepts that exclude one another, one for each pole. The files record neither the host's
+layer nor whether states were standardised: `site` and `normalize` say it. One file at a time is in memory;
+`importers.weights` bounds what is read of it, and runs nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
@@ -28,7 +28,18 @@ from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat_files import ProbeFolder, Stored
 from probemon.importers.hatcat_hierarchy import choose_hierarchy
-from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
+from probemon.importers.hatcat_probe import (
+    NORM_EPS,
+    POLES,
+    Inputs,
+    Kind,
+    Unusable,
+    check_finite,
+    embed,
+    evaluate,
+    poles,
+    widest,
+)
 from probemon.importers.hatcat_report import (
     KINDS,
     N_STATES,
@@ -98,10 +109,10 @@ def import_pack(
     - `max_bytes`: of one file.
     - `progress(done, total)`: called as probes are read, each twice: once to check, once to write.
 
-    A concept's id is "Name:level", and its level is kept. Of hierarchy.json and the layer files in one folder, the
-    first is taken, unless it does not fit the probes and the others do. Alert thresholds are not set: the fire rates of
-    calibration.json (kept in concepts.jsonl) state neither their texts nor their threshold. Raises `ImportRefused`,
-    `HierarchyError` for a cycle, `ConfigError`, `PackError`.
+    A concept's id is "Name:level", that of a pole "Name/negative:level", and its level is kept. Of hierarchy.json and
+    the layer files in one folder, the first is taken, unless it does not fit the probes and the others do. Alert
+    thresholds are not set: the fire rates of calibration.json (kept in concepts.jsonl) state neither their texts nor
+    their threshold. Raises `ImportRefused`, `HierarchyError` for a cycle, `ConfigError`, `PackError`.
     """
     _check_kinds(
         source=source,
@@ -136,14 +147,16 @@ def import_pack(
     counter = _Progress(progress, 2 * len(stored))
     kinds = _check_probes(stored, folder, probe_folder, notes, max_bytes, counter)
     base = sorted({level for _, level in kinds})[: None if flat else 1]
-    placed = graph.over(kinds, notes, break_cycles=break_cycles, base=base)
+    heads = [node for node, kind in kinds.items() if kind.is_tripole]
+    placed = graph.over(kinds, notes, break_cycles=break_cycles, base=base, heads=heads)
     calibration = _calibration(folder, placed, notes)
     architecture, widest_dtype = widest(list(kinds.values()))
     pack_dtype = _DTYPES[dtype] or widest_dtype
     note_conversions({node: kinds[node] for node in placed}, pack_dtype, notes)
     nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
-    counts = count_probes(nodes, stored, kinds, n_edges, len(calibration))
+    entries = [(node, pole) for node in nodes for pole in (POLES if kinds[node].is_tripole else ("",))]
+    counts = count_probes(len(entries), stored, kinds, n_edges, len(calibration))
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
     report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), unreached(placed, base))
     model = model or probe_folder.model
@@ -158,16 +171,17 @@ def import_pack(
     writer = PackWriter(
         target,
         name=name,
-        concepts=[_concept(node, placed[node], graph, calibration) for node in nodes],
+        concepts=[_concept(node, pole, placed[node], graph, calibration) for node, pole in entries],
         architecture=architecture,
         dtype=pack_dtype,
         score_rule="independent",
         inputs=[spec.as_dict() for spec in specs.values()],
-        input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes], device="cpu"),
+        input_index=torch.tensor([list(specs).index(kinds[node].normed) for node, _ in entries], device="cpu"),
+        softmax_group=torch.tensor([heads.index(node) if pole else -1 for node, pole in entries], device="cpu"),
         host=host,
         licence=licence,
         card="",
-        recommended=_recommended(placed, base),
+        recommended=_recommended(placed, base, heads),
         overwrite=overwrite,
         golden_hidden=states,
         provenance={
@@ -176,7 +190,7 @@ def import_pack(
             "source": origin_of(probe_folder.info),
         },
     )
-    at = {node: i for i, node in enumerate(nodes)}
+    at = {node: i for i, (node, pole) in enumerate(entries) if pole in ("", POLES[0])}
     worst = 0.0
     with writer:
         for node, state in _read({node: stored[node] for node in nodes}, max_bytes):
@@ -185,9 +199,13 @@ def import_pack(
                 raise ImportRefused(
                     f"{stored[node].path} changed while it was read: import again when nobody writes to it"
                 )
-            written = writer.put(at[node], embed(state, kind, architecture, pack_dtype, inputs))
-            assert written is not None
-            worst = max(worst, float((written[:, 0] - evaluate(state, kind, states[:, 0], inputs)).abs().max()))
+            written = [
+                writer.put(at[node] + i, embed(pole, kind, architecture, pack_dtype, inputs))
+                for i, pole in enumerate(poles(state, kind))
+            ]
+            scores = torch.cat([own for own in written if own is not None], dim=1)
+            scores = scores.softmax(dim=1) if kind.is_tripole else scores  # of poles they are logits so far
+            worst = max(worst, float((scores - evaluate(state, kind, states[:, 0], inputs)).abs().max()))
             counter.count_one()
         writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": N_STATES}}
         writer.card = card_text(name, report, placed, worst, model, licence)
@@ -256,9 +274,7 @@ def _check_probes(
             check_finite(state)
             kinds[node] = kind
         except Unusable as why:
-            notes.add(
-                why.reason, f"{key_of(node)}" if why.reason == "tripole" else f"{key_of(node)} ({why})", listed=True
-            )
+            notes.add(why.reason, f"{key_of(node)} ({why})", listed=True)
             counter.count_one()
         counter.count_one()
     sizes = Counter(kind.hidden_size for kind in kinds.values())
@@ -281,14 +297,20 @@ def _check_probes(
             notes.add(
                 "concatenated", f"{key_of(node)} ({size // probe_folder.hidden_dim} of {probe_folder.hidden_dim})"
             )
+    for node in sorted(kinds, key=lambda node: (node[1], node)):
+        if kinds[node].is_tripole:
+            notes.add("tripole", key_of(node), listed=True)
     return kinds
 
 
-def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
+def _concept(
+    node: Node, pole: str, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]
+) -> dict[str, Any]:
     """Make a line of concepts.jsonl; `reachable: false` marks what no descent from the base level reaches."""
+    name = f"{node[0]}/{pole}" if pole else node[0]
     concept = {
-        "id": key_of(node),
-        "name": node[0],
+        "id": key_of((name, node[1])),
+        "name": name,
         "level": node[1],
         "parents": [key_of(parent) for parent in place.parents],
         **graph.about.get(node, {}),
@@ -321,16 +343,19 @@ def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes
     return by_node
 
 
-def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict[str, Any]:
+def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int], heads: Collection[Node]) -> dict[str, Any]:
     """Recommend settings without which a manager has nothing to begin with, or no room to descend."""
-    n_base = sum(level in base for _, level in placed)
+    n_probes = {node: len(POLES) if node in heads else 1 for node in placed}
+    n_base = sum(n for node, n in n_probes.items() if node[1] in base)
     n_children = sum(
-        node[1] not in base and any(up[1] in base for up in place.parents) for node, place in placed.items()
+        n_probes[node]
+        for node, place in placed.items()
+        if node[1] not in base and any(up[1] in base for up in place.parents)
     )
     recommended: dict[str, Any] = {} if base == [0] else {"base_layers": list(base)}
     usual = CascadeConfig().max_loaded_probes
     if n_base + n_children > usual:  # all children of the base fit, or as many as usual
-        recommended["max_loaded_probes"] = min(len(placed), n_base + max(usual, n_children))
+        recommended["max_loaded_probes"] = min(sum(n_probes.values()), n_base + max(usual, n_children))
     return recommended
 
 

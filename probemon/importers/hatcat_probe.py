@@ -1,11 +1,13 @@
 """Reads a probe of a HatCat pack: which variant of the format its state dict is, and its tensors in a pack.
 
     kind = Kind.of(state)                              # or Unusable, with the reason
-    tensors = embed(state, kind, architecture, dtype, inputs)
-    score = evaluate(state, kind, hidden, inputs)      # the state dict as it was meant, for comparison
+    for pole in poles(state, kind):                    # of a three-way head; any other probe is one by itself
+        tensors = embed(pole, kind, architecture, dtype, inputs)
+    scores = evaluate(state, kind, hidden, inputs)     # the state dict as it was meant, for comparison
 
-The variants are a perceptron of two hidden layers, the same behind a LayerNorm of its own, and a linear probe. A
-LayerNorm's affine part goes into the first layer in fp32, before rounding.
+The variants are a perceptron of two hidden layers, the same behind a LayerNorm of its own, a linear probe, and a
+three-way head ("tripole"): linear, a softmax over three poles. The margins that a head keeps shaped its training alone.
+A LayerNorm's affine part goes into the first layer in fp32, before rounding.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from probemon.packs.widen import smallest_common, widen
 
 NORM_EPS = 1e-5  # of the LayerNorm that some probes begin with
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POLES = ("negative", "neutral", "positive")  # the rows of a three-way head, as the source trains and reads them
 # Places in the Sequential, ReLU and dropout between them: whether the first is a LayerNorm.
 _LAYERS = {(0, 3, 6): False, (0, 1, 4, 7): True}
 
@@ -38,28 +41,27 @@ class Unusable(Exception):
 @dataclass(frozen=True)
 class Kind:
     """What a state dict is: the size of its input, the widths of its hidden layers, `normed` where it begins with a
-    LayerNorm, its dtype.
+    LayerNorm, its dtype; `is_tripole`: three poles, not one logit.
     """
 
     hidden_size: int
     hidden: tuple[int, ...]
     normed: bool
     dtype: torch.dtype
+    is_tripole: bool = False
 
     @property
     def variant(self) -> str:
         """Name the variant in a word."""
+        if self.is_tripole:
+            return "three-way"
         return "linear" if not self.hidden else "LayerNorm" if self.normed else "plain"
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Kind:
         """Tell what a state dict is. Raises `Unusable`."""
-        names = {name.removeprefix("net.") for name in state}
-        if "log_margins" in names or (
-            "linear.weight" in state and state["linear.weight"].dim() == 2 and len(state["linear.weight"]) == 3
-        ):
-            raise Unusable("tripole", "a three-way head")
         normed, weights, biases = _parts(state)
+        is_tripole = not normed and len(weights) == 1 and weights[0].dim() == 2 and len(weights[0]) == len(POLES)
         for tensor in state.values():
             if tensor.dtype not in _DTYPES:
                 raise Unusable("dtype", f"{tensor.dtype}")
@@ -75,12 +77,25 @@ class Kind:
                 raise Unusable("unknown", f"shapes {_shapes(state)}")
             width = len(weight)
         d = int(layers[0][0].shape[1])
-        if width != 1 or (normed and not tuple(weights[0].shape) == tuple(biases[0].shape) == (d,)):
+        margins = state.get("log_margins", state.get("net.log_margins"))
+        if margins is not None and (not is_tripole or tuple(margins.shape) != (len(POLES),)):
+            raise Unusable("unknown", f"shapes {_shapes(state)}")
+        if width != (len(POLES) if is_tripole else 1) or (
+            normed and not tuple(weights[0].shape) == tuple(biases[0].shape) == (d,)
+        ):
             raise Unusable("unknown", f"shapes {_shapes(state)}")
         dtype = next(iter(state.values())).dtype
         for tensor in state.values():
             dtype = torch.promote_types(dtype, tensor.dtype)
-        return cls(d, tuple(len(weight) for weight, _ in layers[:-1]), normed, dtype)
+        return cls(d, tuple(len(weight) for weight, _ in layers[:-1]), normed, dtype, is_tripole)
+
+
+def poles(state: Mapping[str, Tensor], kind: Kind) -> list[Mapping[str, Tensor]]:
+    """Return the state dict of each pole of a three-way head, a linear probe; of any other probe its own."""
+    if not kind.is_tripole:
+        return [state]
+    _, [weight], [bias] = _parts(state)
+    return [{"linear.weight": weight[i : i + 1], "linear.bias": bias[i : i + 1]} for i in range(len(POLES))]
 
 
 def check_finite(state: Mapping[str, Tensor]) -> None:
@@ -96,7 +111,7 @@ def _parts(state: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor
     bare = {name.removeprefix("net."): tensor for name, tensor in state.items()}
     if len(bare) < len(state):
         raise Unusable("unknown", "tensors with and without 'net.'")
-    if set(bare) == {"linear.weight", "linear.bias"}:
+    if set(bare) - {"log_margins"} == {"linear.weight", "linear.bias"}:
         return False, [bare["linear.weight"]], [bare["linear.bias"]]
     for places, normed in _LAYERS.items():
         if set(bare) == {f"{place}.{part}" for place in places for part in ("weight", "bias")}:
@@ -163,7 +178,9 @@ def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
 
 
 def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: Inputs) -> Tensor:
-    """Score states `[G, D]` by the state dict as it was saved, layer after layer in fp32; return `[G]`."""
+    """Score states `[G, D]` by the state dict as it was saved, layer after layer in fp32; return `[G, 1]`, or the
+    shares of the poles `[G, 3]`.
+    """
     _, weights, biases = _parts(state)
     weights, biases = [weight.to(torch.float32) for weight in weights], [bias.to(torch.float32) for bias in biases]
     x = hidden.to(torch.float32)
@@ -174,4 +191,4 @@ def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: In
     first = int(kind.normed)
     for i, (weight, bias) in enumerate(zip(weights[first:], biases[first:], strict=True)):
         x = (x.relu() if i else x) @ weight.T + bias
-    return torch.sigmoid(x[:, 0])
+    return torch.softmax(x, dim=1) if kind.is_tripole else torch.sigmoid(x)

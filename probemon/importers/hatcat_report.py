@@ -23,13 +23,13 @@ KINDS = {
     "unreachable": "concepts that no descent from the base level comes to",
     "unfit": "hierarchy files that are not the one of these probes: another was taken",
     "flattened": "edges left out, as asked: every level is a base level, and every probe is scored at every token",
-    "tripole": "three-way heads, no sigmoid of one logit: not imported",
+    "tripole": "three-way heads: each is three concepts that exclude one another (Name/negative, /neutral, /positive)",
     "unknown": "files whose tensors are no probe of this format: not imported",
     "dtype": "probes of a dtype that packs do not have: not imported; save them again in float32 (module.float())",
     "not_finite": "probes with weights that are not finite: not imported",
     "width": "probes that read states of another size than the others: not imported",
     "missing": "concepts of the hierarchy without a probe",
-    "bridged": "concepts whose parent has no probe: put under the nearest concept above that has one",
+    "bridged": "concepts whose parent has no probe, or a three-way head: put under the nearest above that has one",
     "unlisted": "probes of concepts that the hierarchy does not name: roots on their level",
     "cycle": "edges of a cycle left out, as asked",
     "several_parents": "concepts with several parents, all kept",
@@ -74,12 +74,12 @@ def note_conversions(kinds: Mapping[Node, Kind], dtype: torch.dtype, notes: Note
 
 
 def count_probes(
-    nodes: Sequence[Node], stored: Mapping[Node, Stored], kinds: Mapping[Node, Kind], n_edges: int, n_calibrated: int
+    n_probes: int, stored: Mapping[Node, Stored], kinds: Mapping[Node, Kind], n_edges: int, n_calibrated: int
 ) -> dict[str, Any]:
     variants = Counter(kind.variant for kind in kinds.values())
     dtypes = Counter(kind.dtype for kind in kinds.values())
     return {
-        "probes": len(nodes),
+        "probes": n_probes,
         "files": len({place.path for place in stored.values()}),
         "edges": n_edges,
         **{f"{variant} probes": n for variant, n in variants.items()},
@@ -126,7 +126,7 @@ def card_text(
     lines = [
         f"# {name}",
         "",
-        f"{len(placed):,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.",
+        f"{report.counts['probes']:,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.",
         "",
         (
             f"On {N_STATES} random states the scores are within {worst:.2g} of those of the state dicts as they were"

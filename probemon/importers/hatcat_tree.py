@@ -82,9 +82,16 @@ class Graph:
             self.parents[node] = {}
 
     def over(
-        self, stored: Collection[Node], notes: Notes, *, break_cycles: bool, base: Collection[int] = ()
+        self,
+        stored: Collection[Node],
+        notes: Notes,
+        *,
+        break_cycles: bool,
+        base: Collection[int] = (),
+        heads: Collection[Node] = (),
     ) -> dict[Node, PlacedNode]:
-        """Place every stored node; `base`: the levels that a descent begins with (default: the lowest).
+        """Place every stored node; `base`: the levels that a descent begins with (default: the lowest). Nothing is put
+        under `heads`, stored ones with no score of their own that could open what is below.
 
         Raises `HierarchyError` for a cycle, unless it may be broken.
         """
@@ -105,19 +112,19 @@ class Graph:
                     f"{key_of(node)} under {', '.join(key_of(parent) for parent in list(self.parents[node])[:4])}",
                 )
         self._break_cycles(notes, break_cycles)
-        with_probe = set(stored)
+        opening = set(stored) - set(heads)
         above: dict[Node, dict[Node, None]] = {}
-        base = base or {min((level for _, level in with_probe), default=0)}
+        base = base or {min((level for _, level in stored), default=0)}
         placed: dict[Node, PlacedNode] = {}
         for node in self._top_down():
             # What is above a concept without a probe stands in for it.
             nearest = dict.fromkeys(
-                up for parent in self.parents[node] for up in ([parent] if parent in with_probe else above[parent])
+                up for parent in self.parents[node] for up in ([parent] if parent in opening else above[parent])
             )
             above[node] = nearest
-            if node not in with_probe:
+            if node not in stored:
                 continue
-            if any(parent not in with_probe for parent in self.parents[node]):
+            if any(parent not in opening for parent in self.parents[node]):
                 notes.add(
                     "bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}"
                 )

@@ -1,7 +1,7 @@
 """Reports what an import met: counts, and examples of every kind of trouble.
 
-notes = Notes({"tripole": "three-way heads, which are no sigmoid of one logit: not imported"})
-notes.add("tripole", "Deception:3", listed=True)
+notes = Notes({"width": "probes that read states of another size than the others: not imported"})
+notes.add("width", "Deception:3", listed=True)
 stated = {"site": "resid_post.15"}
 report = ImportReport("hatcat", "lens_packs/mine", stated, counts={"probes": 7946}, notes=notes.all())
 print(report)

@@ -5,9 +5,10 @@
     pack = import_estimators(estimators, "my-pack", site="resid_post.15", normalize="none")
 
 Scores are those of `predict_proba` for the class that counts as yes, `classes_[1]`. Several classes or labels become
-several concepts, each with the score of its own classifier (of one-vs-rest: before the division by the sum of all).
-What is no sigmoid of one logit, such as a softmax over three classes, is refused; each refusal says what to fit
-instead. This never imports scikit-learn and never opens pickles, since loading those runs what is in them.
+several concepts: those of a softmax over the classes a softmax group, others each with the score of its own classifier
+(of one-vs-rest: before the division by the sum of all). What is neither a sigmoid of one logit nor a softmax is
+refused; each refusal says what to fit instead. This never imports scikit-learn and never opens pickles, since loading
+those runs what is in them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def import_estimators(
       `none`, `layernorm` or `rmsnorm`. No estimator says it: it must be given.
     - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...).
 
-    Supported are logistic regression, linear discriminant analysis and SGD with the log loss; linear support vector
+    Supported are logistic regression, linear discriminant analysis (both over several classes, too) and SGD with the
+    log loss; linear support vector
     machines and others with Platt scaling (one calibrator, not an ensemble); MLPClassifier with ReLU and one or two
     hidden layers; one-vs-rest and several labels; all of these after scalers and PCA in a Pipeline. Raises
     `ImportRefused` naming the estimator, `UnknownSetting`.
@@ -122,14 +124,9 @@ def _probes(name: str, estimator: Any) -> list[Classifier]:
         twice = rule == "multinomial"
         separate = rule in ("ovr", "warn") or (rule in ("auto", "deprecated") and estimator.solver == "liblinear")
         if len(rows) > 1 and not separate:
-            raise ImportRefused(
-                f"{name}: {kind} over {len(rows)} classes is a softmax, not a sigmoid of one logit for each: fit"
-                f" {_REST}"
-            )
+            return [replace(row, group=name) for row in rows]
     if kind == "LinearDiscriminantAnalysis" and len(rows) > 1:
-        raise ImportRefused(
-            f"{name}: {kind} over {len(rows)} classes is a softmax, not a sigmoid of one logit for each: fit {_REST}"
-        )
+        return [replace(row, group=name) for row in rows]
     return [_scaled(row, 2.0) for row in rows] if twice else rows
 
 
@@ -215,13 +212,16 @@ def _mlp(name: str, estimator: Any) -> list[Classifier]:
             f"{name}: MLPClassifier with {len(layers) - 1} hidden layers; a pack's probes have none, one or two"
         )
     weight, bias = layers[-1]
-    if estimator.out_activation_ != "logistic":
+    if estimator.out_activation_ not in ("logistic", "softmax"):
         raise ImportRefused(
-            f"{name}: MLPClassifier over {len(weight)} classes is a {estimator.out_activation_}, not a sigmoid of one"
-            f" logit for each: fit {_REST}"
+            f"{name}: MLPClassifier gives a {estimator.out_activation_}, neither sigmoids nor a softmax: fit {_REST}"
         )
     labels = [name] if len(weight) == 1 else [f"{name}/{label}" for label in estimator.classes_]
-    return [Classifier(label, [*layers[:-1], (weight[i : i + 1], bias[i : i + 1])]) for i, label in enumerate(labels)]
+    group = name if estimator.out_activation_ == "softmax" else ""
+    return [
+        Classifier(label, [*layers[:-1], (weight[i : i + 1], bias[i : i + 1])], group=group)
+        for i, label in enumerate(labels)
+    ]
 
 
 def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Classifier]:

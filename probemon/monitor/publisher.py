@@ -19,11 +19,11 @@ import numpy as np
 
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
-from probemon.errors import ConceptRaised, ConfigError
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT, Failures
 from probemon.monitor.followers import Followers
-from probemon.monitor.rules import PASS, Event, Rule, check_beams
+from probemon.monitor.rules import NO_STOP_IN_BEAMS, PASS, Event, Rule, check_beams
 from probemon.monitor.sinks import Sink
 from probemon.monitor.watches import Watch, Watches
 from probemon.packs.group import AnyPack
@@ -211,6 +211,8 @@ class Publisher:
             self._failures.call("an action", action, event)
             if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too
                 generation.hide_from(event.column)
+        elif action == "stop" and generation.prompt.n_beams > 1:  # the rule came while these beams began
+            generation.raise_later(NotSupportedDecoding(NO_STOP_IN_BEAMS), event.column)
         elif action == "stop":
             generation.stop_row(event.row, event.column)
         elif action == "raise":

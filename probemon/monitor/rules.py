@@ -25,6 +25,9 @@ from probemon.tracking.align import PlacedTokens
 
 ACTIONS = ("record", "stop", "raise")
 PASS = "pass"
+NO_STOP_IN_BEAMS = (
+    "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
+)
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,7 @@ def make_rules(
 def check_beams(rules: Sequence[Rule]) -> None:
     """Raise `NotSupportedDecoding` where a rule could not do in beams what it is for."""
     if any("stop" in rule.actions for rule in rules):
-        raise NotSupportedDecoding(
-            "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
-        )
+        raise NotSupportedDecoding(NO_STOP_IN_BEAMS)
     if any(is_of_traffic(rule.aggregator) for rule in rules):
         raise NotSupportedDecoding(
             "a rule compares with the last tokens of all traffic, and most tokens of beams are thrown away: compare"

@@ -93,9 +93,9 @@ class _Snapshot:
     def after(self, before: _Snapshot) -> _Snapshot:
         """Return this with the counts of another before it."""
         histograms = dict(before.histograms)
-        for kind, (held, total) in self.histograms.items():
-            known = histograms.get(kind, ([0] * len(held), 0.0))
-            histograms[kind] = ([a + b for a, b in zip(held, known[0], strict=True)], total + known[1])
+        for kind, (buckets, total) in self.histograms.items():
+            known = histograms.get(kind, ([0] * len(buckets), 0.0))
+            histograms[kind] = ([a + b for a, b in zip(buckets, known[0], strict=True)], total + known[1])
         counts = Counter(before.counts)
         counts.update(self.counts)
         return _Snapshot(counts, self.gauges, histograms)

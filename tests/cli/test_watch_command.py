@@ -273,11 +273,6 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, t
     assert code == 0 and [rule["on_blind"] for rule in told["rules"]] == ["pass", "pass", "stop"]
     code, out, _ = checked("examples/watch.yaml")
     assert code == 0 and f"every token: {told['n_always']} of 479 probes at least" in out and told["sha256"] in out
-    assert told["opentelemetry"] is None and "OpenTelemetry" not in out
-    page = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").absolute()))
-    (tmp_path / "sends.yaml").write_text(f"{page}opentelemetry: {{endpoint: 'http://localhost:4318'}}\n")
-    code, out, _ = checked(str(tmp_path / "sends.yaml"))
-    assert code == 0 and "events of OpenTelemetry: to http://localhost:4318" in out
     text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
     for concepts, status, words in (
         ('["ship"]', 0, "metrics at 127.0.0.1 port 9464; concepts by name: 1"),
@@ -286,6 +281,10 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, t
         (tmp_path / "watch.yaml").write_text(f"{text}metrics: {{port: 9464, concepts: {concepts}}}\n")
         code, out, error = checked(str(tmp_path / "watch.yaml"))
         assert code == status and words in " ".join((out + error).split())
+    assert told["opentelemetry"] is None and "OpenTelemetry" not in out
+    (tmp_path / "sends.yaml").write_text(f"{text}opentelemetry: {{endpoint: 'http://localhost:4318'}}\n")
+    code, out, _ = checked(str(tmp_path / "sends.yaml"))
+    assert code == 0 and "events of OpenTelemetry: to http://localhost:4318" in out
     code, out, error = checked("pyproject.toml")
     assert code == 2 and not out and error.count("\n") == 1 and "pyproject.toml" in error
 

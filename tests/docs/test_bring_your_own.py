@@ -93,7 +93,11 @@ def test_every_python_example_runs(place):
         "animal/cat",
         "animal/dog",
         "animal/owl",
+        "creature/cat",
+        "creature/dog",
+        "creature/owl",
     ]
+    assert ProbePack.open(place / "packs/sklearn").softmax_group.tolist() == [-1] * 3 + [0] * 3 + [-1] * 3
 
 
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]

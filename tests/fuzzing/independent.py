@@ -77,6 +77,25 @@ class Net:
         return x[:, 0], size[:, 0]
 
 
+@dataclass
+class Share(Net):
+    """One of a softmax group: the logit of its share, whose sigmoid is that of the softmax over it and `others`."""
+
+    others: list[Net] = field(default_factory=list)
+
+    def logit(self, hidden: Array, dtype: torch.dtype) -> tuple[Array, Array]:
+        value, margin = super().logit(hidden, dtype)
+        beside = [net.logit(hidden, dtype) for net in self.others]
+        with np.errstate(all="ignore"):
+            total = np.logaddexp.reduce([z for z, _ in beside], axis=0)
+            return value - total, margin + np.max([error for _, error in beside], axis=0)
+
+
+def shares(nets: list[Net]) -> list[Net]:
+    """Return the nets of one softmax group, each with the others."""
+    return [Share(**vars(net), others=[other for j, other in enumerate(nets) if j != i]) for i, net in enumerate(nets)]
+
+
 def normalised(x: Array, norm: str, eps: float) -> Array:
     """As the pack's format has it."""
     if norm == "layernorm":
@@ -150,6 +169,11 @@ def pack_file(folder: Path) -> dict[str, list[Net]]:
         found[json.loads(line)["id"]] = [
             Net(layers, spec.get("norm", "none"), spec.get("eps", 1e-6), site=spec["site"])
         ]
+    if "softmax_group" in tensors:
+        ids, of = list(found), np.asarray(tensors["softmax_group"])
+        for group in set(of[of >= 0].tolist()):
+            members = [ids[i] for i in np.flatnonzero(of == group)]
+            found.update(zip(members, ([net] for net in shares([found[name][0] for name in members])), strict=True))
     return found
 
 
@@ -326,22 +350,26 @@ def hatcat(folder: Path, normalize: str) -> Partly:
                 else {path.stem.removesuffix("_classifier") or path.stem: saved}
             )
             for name, state in states.items():
-                if (net := _hatcat(state, normalize)) is not None:
-                    found.setdefault(name, []).append(net)
+                for pole, net in _hatcat(state, normalize):
+                    found.setdefault(f"{name}/{pole}" if pole else name, []).append(net)
         except (Unreadable, AttributeError, TypeError, KeyError, RuntimeError):
             found.unread += 1
     return found
 
 
-def _hatcat(state: Mapping[str, Any], normalize: str) -> Net | None:
+def _poles(weight: Array, bias: Array, normalize: str) -> list[tuple[str, Net]]:
+    rows = [Net([(weight[i : i + 1], bias[i : i + 1])], normalize, 1e-5) for i in range(3)]
+    return list(zip(("negative", "neutral", "positive"), shares(rows), strict=True))
+
+
+def _hatcat(state: Mapping[str, Any], normalize: str) -> list[tuple[str, Net]]:
+    """What a state dict holds: a probe, or the poles of a three-way head, each with its name."""
     bare = {name.removeprefix("net."): _array(value) for name, value in state.items()}
     if "linear.weight" in bare:
-        return (
-            Net([(bare["linear.weight"], bare["linear.bias"])], normalize, 1e-5)
-            if len(bare["linear.weight"]) == 1
-            else None
-        )
+        weight, bias = bare["linear.weight"], bare["linear.bias"]
+        return [("", Net([(weight, bias)], normalize, 1e-5))] if len(weight) == 1 else _poles(weight, bias, normalize)
     normed = "1.weight" in bare
     places = (1, 4, 7) if normed else (0, 3, 6)
     layers = [(bare[f"{at}.weight"], bare[f"{at}.bias"]) for at in places]
-    return Net(layers, normalize, 1e-5, affine=(bare["0.weight"], bare["0.bias"]) if normed else None, own_norm=normed)
+    affine = (bare["0.weight"], bare["0.bias"]) if normed else None
+    return [("", Net(layers, normalize, 1e-5, affine=affine, own_norm=normed))]

@@ -29,7 +29,8 @@ _PARENTS: list[list[int]] = [[], [], [0], [0, 1], [1], [2, 3], [3]]  # a DAG
 
 
 def packs(room: Path, first: int = 0) -> list[Tree]:
-    """Packs of every architecture, dtype and score rule, with and without hierarchy, thresholds and golden states.
+    """Packs of every architecture, dtype and score rule, with and without hierarchy, softmax groups, thresholds and
+    golden states.
     `first`: the seed of the first; it stands in the definitions.
     """
     kinds: list[tuple[str, tuple[int, ...], torch.dtype, str, bool]] = [
@@ -38,6 +39,7 @@ def packs(room: Path, first: int = 0) -> list[Tree]:
         ("two", (4, 3), torch.float16, "path", True),
         ("int8", (4,), torch.int8, "independent", True),
         ("flat", (), torch.float32, "independent", False),
+        ("grouped", (4,), torch.float32, "path", False),
     ]
     found = []
     for seed, (name, hidden, dtype, rule, two_sites) in enumerate(kinds, start=first):
@@ -67,6 +69,7 @@ def packs(room: Path, first: int = 0) -> list[Tree]:
             licence="CC0-1.0",
             card=f"# {name}\n\nRandom probes.\n",
             alert_threshold=torch.full((N,), 0.6),
+            softmax_group=torch.tensor([0, 0, -1, -1, -1, -1, -1]) if name == "grouped" else None,
             aggregated={"ema(0.3)": torch.full((N,), 0.5)} if two_sites else None,
             recommended={"base_layers": [0]},
             golden_hidden=None if name == "one" else torch.randn(2, len(sites), D, generator=g),

@@ -10,6 +10,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 
@@ -436,22 +437,41 @@ def test_a_probe_stored_twice_is_told_and_the_current_name_taken(tmp_path):
 # -- what is left out ----------------------------------------------------------------------------
 
 
-def test_three_way_heads_are_listed_by_name_and_left_out(tmp_path):
-    heads = [f"Head{i}:1" for i in range(8)]
-    probes = {
-        **modules(["plain"], D, keys=["A:0"]),
-        **{key: theirs.module("tripole", D, i) for i, key in enumerate(heads)},
-    }
-    theirs.write_layered(tmp_path / "theirs", probes)
-    theirs.write_hierarchy(tmp_path / "theirs", {"A:0": heads})
-    pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert list(parents(pack)) == ["A:0"] and report.note("tripole").count == 8
-    assert (
-        list(report.note("tripole").examples)
-        == heads
-        == pack.manifest["provenance"]["import"]["notes"]["tripole"]["examples"]
-    )
-    assert "8 three-way heads, no sigmoid of one logit: not imported (Head0:1" in str(report)
+@pytest.mark.parametrize("normalize", ["none", "layernorm"])
+@pytest.mark.parametrize("beside", ["plain", "linear"])
+def test_a_three_way_head_is_three_concepts_that_exclude_one_another(tmp_path, normalize, beside):
+    """Every pole has its share by the softmax of the head; what was below the head is below what is above it."""
+    heads = {f"Head{i}:1": theirs.module("tripole", D, i, torch.float32) for i in range(3)}
+    with torch.no_grad():
+        heads["Head1:1"].log_margins.fill_(1.5)
+    others = modules([beside], D, keys=["A:0", "B:1", "C:2"])
+    theirs.write_layered(tmp_path / "theirs", {**others, **heads})
+    theirs.write_hierarchy(tmp_path / "theirs", {"A:0": ["B:1", *heads], "Head1:1": ["C:2"]})
+    pack, report = bring(tmp_path / "theirs", tmp_path / "ours", normalize)
+    poles = [f"Head{i}/{pole}:1" for i in range(3) for pole in ("negative", "neutral", "positive")]
+    assert parents(pack) == {"A:0": set(), **{key: {"A:0"} for key in ("B:1", "C:2", *poles)}}
+    assert [sorted(pack.concepts[p]["id"] for p in part) for part in np.split(pack.tree.groups.members, 3)] == [
+        poles[i : i + 3] for i in (0, 3, 6)
+    ]
+    assert error(pack, others, states(), normalize) < 1e-6
+    ours = DynamicProbeManager(pack).score_all(states())
+    for i, made in enumerate(heads.values()):
+        shares = theirs.expected_poles(made, states(), normalize)
+        assert shares.std(dim=0).min() > 0.01
+        found = ours[:, [pack.find(pole) for pole in poles[3 * i : 3 * i + 3]]]
+        assert (found - shares).abs().max() < 1e-6
+    assert report.note("tripole").examples == ("Head0:1", "Head1:1", "Head2:1") and report.counts["probes"] == 12
+    assert report.note("bridged").examples == ("C:2 under A:0",) and report.counts["three-way probes"] == 3
+    assert pack.manifest["quality"]["import"]["max_score_error"] < 1e-6
+    assert pack.recommended == {} and "12 concept probes, imported" in pack.card_text()
+
+
+def test_a_folder_of_three_way_heads_alone_is_a_pack(tmp_path):
+    heads = {f"Head{i}:0": theirs.module("tripole", D, i, torch.bfloat16) for i in range(200)}
+    theirs.write_layered(tmp_path / "theirs", heads)
+    pack, _ = bring(tmp_path / "theirs", tmp_path / "ours")
+    assert pack.n_probes == 600 == pack.recommended["max_loaded_probes"] and len(pack.tree.groups) == 200
+    assert pack.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -460,6 +480,9 @@ def test_three_way_heads_are_listed_by_name_and_left_out(tmp_path):
         ("unknown", {"fc.weight": torch.ones(1, D), "fc.bias": torch.ones(1)}),
         ("unknown", {"linear.weight": torch.ones(2, D), "linear.bias": torch.ones(2)}),
         ("unknown", {"linear.weight": torch.ones(D), "linear.bias": torch.ones(1)}),
+        ("unknown", {"linear.weight": torch.ones(3, D), "linear.bias": torch.ones(1)}),
+        ("unknown", {"linear.weight": torch.ones(1, D), "linear.bias": torch.ones(1), "log_margins": torch.ones(3)}),
+        ("unknown", {"linear.weight": torch.ones(3, D), "linear.bias": torch.ones(3), "log_margins": torch.ones(2)}),
         (
             "unknown",
             {"net.linear.weight": torch.ones(1, D), "linear.weight": torch.ones(1, D), "linear.bias": torch.ones(1)},
@@ -484,9 +507,10 @@ def test_a_source_without_any_probe_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ImportRefused, match="holds no probes: expected layer0/"):
         bring(tmp_path / "empty", tmp_path / "ours")
-    theirs.write_layered(tmp_path / "heads", {"A:0": theirs.module("tripole", D, 0)})
-    with pytest.raises(ImportRefused, match="none of its 1 probes can be imported: 1 three-way heads"):
-        bring(tmp_path / "heads", tmp_path / "ours")
+    (tmp_path / "others/layer0").mkdir(parents=True)
+    torch.save({"fc.weight": torch.ones(1, D), "fc.bias": torch.ones(1)}, tmp_path / "others/layer0/A.pt")
+    with pytest.raises(ImportRefused, match="none of its 1 probes can be imported: 1 files whose tensors are no probe"):
+        bring(tmp_path / "others", tmp_path / "ours")
     with pytest.raises(ImportRefused, match="is not a folder"):
         bring(tmp_path / "nothing", tmp_path / "ours")
 

@@ -138,6 +138,29 @@ def test_classes_become_concepts_before_they_are_divided_by_their_sum(tmp_path, 
         assert np.abs(found - own).max() < 1e-6
 
 
+SOFTMAX = {
+    "logistic": make_pipeline(StandardScaler(), LogisticRegression()),
+    "discriminant": LinearDiscriminantAnalysis(),
+    "network": make_pipeline(StandardScaler(), mlp()),
+    "network of two layers": make_pipeline(RobustScaler(), mlp(hidden_layer_sizes=(6, 3), max_iter=400)),
+    "searched": GridSearchCV(make_pipeline(PCA(6), LogisticRegression()), {"logisticregression__C": [0.1, 1.0]}, cv=3),
+}
+
+
+@pytest.mark.parametrize("kind", SOFTMAX)
+def test_a_softmax_over_classes_is_a_group_with_the_scores_of_predict_proba(tmp_path, kind):
+    estimator, alone = fit(SOFTMAX[kind], THREE), fit(LogisticRegression())
+    pack = import_estimators({"it": estimator, "other": alone}, tmp_path / "pack", site=SITE, normalize="none")
+    assert [concept["id"] for concept in pack.concepts] == ["it/cat", "it/dog", "it/owl", "other"]
+    assert pack.softmax_group.tolist() == [0, 0, 0, -1]
+    states = NEW.astype(np.float64)
+    expected = np.concatenate([estimator.predict_proba(states), alone.predict_proba(states)[:, 1:]], axis=1)
+    assert expected.std(axis=0).min() > 0.05  # else anything would pass
+    assert np.abs(scores(pack) - expected).max() < 1e-6
+    assert np.abs(DynamicProbeManager(pack).score_all(torch.from_numpy(NEW)).numpy() - expected).max() < 1e-6
+    assert "3 concepts are in softmax groups" in pack.card_text()
+
+
 def test_one_vs_rest_of_two_classes_is_one_concept(tmp_path):
     estimator = fit(OneVsRestClassifier(LogisticRegression()))
     pack = imported(tmp_path, estimator)
@@ -231,9 +254,6 @@ def test_normalisation_before_the_estimator_is_recorded_and_done(tmp_path):
 
 
 REFUSED = {
-    "softmax": (LogisticRegression(), THREE, "softmax.*OneVsRestClassifier"),
-    "discriminant of three": (LinearDiscriminantAnalysis(), THREE, "softmax.*OneVsRestClassifier"),
-    "network over classes": (mlp(), THREE, "softmax.*OneVsRestClassifier"),
     "no probability": (LinearSVC(), TWO, r"LinearSVC is not a sigmoid.*CalibratedClassifierCV"),
     "hinge": (SGDClassifier(), TWO, "loss='hinge'.*CalibratedClassifierCV"),
     "forest": (RandomForestClassifier(3), TWO, "RandomForestClassifier is not a sigmoid"),
@@ -251,7 +271,12 @@ REFUSED = {
         TWO,
         "MaxAbsScaler with clip=True",
     ),
-    "softmax within labels": (
+    "softmax within one-vs-rest of labels": (
+        MultiOutputClassifier(LogisticRegression()),
+        np.stack([THREE, THREE], axis=1),
+        "LogisticRegression has 3 outputs",
+    ),
+    "one-vs-rest within labels": (
         MultiOutputClassifier(OneVsRestClassifier(LogisticRegression())),
         np.stack([THREE, THREE], axis=1),
         "has 3 outputs",

@@ -208,3 +208,13 @@ def test_what_cannot_be_changed_is_refused(folder):  # noqa: F811
         run._failures.errors.clear()
         run._failures.n_errors = 0
     assert make_rules(manager.pack, "c3", above=0.1, for_tokens=1, aggregate=None, action="stop")
+
+
+def test_a_stop_that_came_while_beams_began_is_an_error_where_it_would_act(folder):  # noqa: F811
+    model, manager = make_model(), DynamicProbeManager(folder / "pack")
+    with manager.attach(model) as run:
+        late = make_rules(manager.pack, "c9", above=0.0, action="stop")
+        # Past the check of run.update, as where the beams begin between that and the change.
+        run.listen(lambda placed, scores: run._watches.change(late) if placed.phase == 0 else None)
+        with pytest.raises(NotSupportedDecoding, match="a stop cannot end one beam"):
+            model.generate(PROMPT, num_beams=2, **GREEDY)

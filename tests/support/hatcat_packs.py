@@ -52,6 +52,9 @@ class Tripole(nn.Module):
         self.linear = nn.Linear(d, 3)
         self.log_margins = nn.Parameter(torch.zeros(3))
 
+    def forward(self, x):
+        return self.linear(x)
+
 
 def module(variant, d, seed, dtype=torch.float32, widths=(7, 5)):
     """A random probe of a variant, its biases and its LayerNorm's affine part far from where they begin."""
@@ -85,6 +88,15 @@ def expected(made, hidden, normalize):
     if normalize == "layernorm":
         x = nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5)
     return torch.sigmoid(copy.deepcopy(made).double()(x)[:, 0])
+
+
+@torch.no_grad()
+def expected_poles(made, hidden, normalize):
+    """The shares of the poles of a three-way head `[G, 3]`, in fp64: at a temperature of 1, and without its margins."""
+    x = hidden.double()
+    if normalize == "layernorm":
+        x = nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5)
+    return copy.deepcopy(made).double()(x).softmax(dim=1)
 
 
 def split(key):

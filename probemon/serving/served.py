@@ -39,6 +39,12 @@ def check_serves(deployment: Deployment) -> None:
             f"{deployment.path.name} has sinks, which take the tokens of one run: a server's tokens go to whoever reads"
             " /v1/probemon/events. Leave them out"
         )
+    judged = [at for at, rule in enumerate(deployment.content.get("rules", ())) if rule["action"] == "escalate"]
+    if judged:
+        raise ConfigError(
+            f"{deployment.path.name}: rules[{judged[0]}] asks a judge, which a server cannot do yet: give it the action"
+            " record or stop"
+        )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ NAMES = (
     "deployment",
     "drift",
     "opentelemetry",
+    "second_opinion",
     "decode-loop",
     "hidden-states",
     "several-packs",

@@ -110,6 +110,10 @@ class ConceptRaised(ProbemonError, RuntimeError):
         self.event = event
 
 
+class JudgeFailed(ProbemonError, RuntimeError):
+    """A judge gave no verdict: it answered something else, or not at all; the message says what."""
+
+
 class CallbackFailed(ProbemonError, RuntimeError):
     """Callbacks or sinks raised while a run watched; the generation went on. `.failures` has their errors."""
 

@@ -35,6 +35,7 @@ def check(
     What is wrong is one line, which names the line of the file, and exit status 2.
     """
     from probemon.monitor.deployment_cost import cost_of
+    from probemon.monitor.rules import named_action
 
     deployment, pack = open_deployment(file)
     cost = cost_of(deployment, pack)
@@ -45,7 +46,7 @@ def check(
             "alert_set": rule.alert_set,
             "aggregate": str(rule.aggregator),
             "for_tokens": rule.for_tokens,
-            "action": rule.action if isinstance(rule.action, str) else "record",
+            "action": named_action(rule.action),
             "on_blind": rule.on_blind,
         }
         for rule in deployment.rules(pack)

@@ -173,7 +173,8 @@ class Watched:
                 lines.append(f"  {event.name} not known at {at}: {event.blind}")
             else:
                 value, above = apart(event.value, event.above)
-                lines.append(f"  {' > '.join(event.path)} {value}, over {above}, at {at}")
+                ruled = "" if event.verdict is None else f": {event.verdict}"
+                lines.append(f"  {' > '.join(event.path)} {value}, over {above}, at {at}{ruled}")
         return lines + [f"  and {len(events) - _RULES_SHOWN} more"] * (len(events) > _RULES_SHOWN)
 
     def _not_met(self) -> list[str]:

@@ -31,6 +31,8 @@ from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.breaker import Breaker
 from probemon.monitor.budget import Budget
+from probemon.monitor.escalation import Escalate
+from probemon.monitor.http_judge import HttpJudge
 from probemon.monitor.otel_events import OpenTelemetryEvents
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
@@ -45,6 +47,7 @@ _MAX_BYTES = 1 << 20
 _CONCEPTS = ("always_on", "include", "exclude", "depth")
 _SETTINGS = (*_CONCEPTS, "audit_rate")
 _CHANGEABLE = ("name", "rules", "always_on", "exclude")  # while it runs
+_OF_JUDGES = ("judge", "within", "meanwhile", "on_failure", "last_tokens")
 _LONGEST = 200  # characters of what is wrong
 Steps = Sequence[str | int]
 
@@ -138,7 +141,7 @@ class Deployment:
                     above=rule.get("above"),
                     for_tokens=int(rule.get("for_tokens", 1)),
                     aggregate=rule.get("aggregate"),
-                    action=rule["action"],
+                    action=_escalate(rule) if rule["action"] == "escalate" else rule["action"],
                     on_blind=rule["on_blind"],
                 )
         self._rules = (pack, made)
@@ -244,6 +247,13 @@ class Deployment:
             raise self._error(steps, str(error)) from error
 
 
+def _escalate(rule: Mapping[str, Any]) -> Escalate:
+    """Return the action of a rule that asks a judge."""
+    settings = {"last_tokens": int(rule["last_tokens"])} if "last_tokens" in rule else {}
+    judge = HttpJudge(**rule["judge"])
+    return Escalate(judge, rule["within"], rule["meanwhile"], rule["on_failure"], **settings)
+
+
 def _checked(raw: str, file: Path) -> YamlText:
     """Return what a file holds, once it is what the schema says."""
     text = read_yaml(raw.replace("\t", " ") if file.suffix == ".json" else raw, file.name, DeploymentError)
@@ -271,11 +281,15 @@ def _checked(raw: str, file: Path) -> YamlText:
 
 
 @cache
+def _schema() -> Any:
+    return json.loads(SCHEMA.read_text(encoding="utf-8"))
+
+
+@cache
 def _validator() -> Callable[[Any], Iterator[Any]]:
     from jsonschema import Draft202012Validator
 
-    validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
-    return validator.iter_errors  # type: ignore[no-any-return]
+    return Draft202012Validator(_schema()).iter_errors  # type: ignore[no-any-return]
 
 
 def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
@@ -287,12 +301,17 @@ def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
         return _error(file, text, [*steps, key], f"the key {key!r:.80} is unknown{remedy}")
     if problem.validator == "required":
         key = next(key for key in schema["required"] if key not in problem.instance)
-        what = schema["properties"][key].get("description", "")
+        properties = schema.get("properties") or _schema()["properties"]["rules"]["items"]["properties"]
+        what = properties[key].get("description", "")
         return _error(file, text, steps, f"{key} is missing: {what[:1].lower()}{what[1:]}".rstrip(": "))
     if "dependentSchemas" in problem.absolute_schema_path:
         rule = text.value["rules"][steps[1]]
         one, other, *_ = (name for name in ("above", "alert_set", "rate") if name in rule)
         return _error(file, text, [*steps[:2], other], f"{one} is given, too: give one of the two")
+    if "allOf" in problem.absolute_schema_path:
+        rule = text.value["rules"][steps[1]]
+        other = next(name for name in _OF_JUDGES if name in rule)
+        return _error(file, text, [*steps[:2], other], "this is for action: escalate")
     what = f" ({schema['description']})" if isinstance(schema, Mapping) and "description" in schema else ""
     return _error(file, text, steps, f"{problem.message[:_LONGEST]}{what}")
 

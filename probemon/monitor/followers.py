@@ -6,8 +6,8 @@
     with manager.attach(model, tokenizer) as run:
         run.follow(Teller())
 
-All of it is called in the thread that generates, in the order in which it happens; what a follower raises is kept in
-`run.failures`, and ends no generation.
+All of it but `verdict` is called in the thread that generates, in the order in which it happens; what a follower raises
+is kept in `run.failures`, and ends no generation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Follower(Observer):
         """Tokens were scored, or are unseen (`scores.coverage`)."""
 
     def event(self, event: Event, action: str) -> None:
-        """A rule was met; `action`: "record", "stop", "raise", or "call" for a callable."""
+        """A rule was met; `action`: "record", "stop", "raise", "escalate", or "call" for a callable."""
+
+    def verdict(self, event: Event) -> None:
+        """A judge was asked of an event, and `event.verdict` is known now. This may come in another thread."""
 
     def closed(self, run: MonitorRun) -> None:
         """The block of `run` has ended."""
@@ -60,6 +63,10 @@ class Followers(Observer):
     def event(self, event: Event, action: str) -> None:
         """Tell that a rule was met."""
         self._tell(lambda one: one.event, event, action)
+
+    def verdict(self, event: Event) -> None:
+        """Tell what a judge ruled."""
+        self._tell(lambda one: one.verdict, event)
 
     def forward(self, time: ForwardTime) -> None:
         """Tell how long a forward took."""

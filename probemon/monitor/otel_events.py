@@ -138,7 +138,25 @@ class _RunEvents(Follower):
         self._events.close()
 
     def event(self, event: Event, action: str) -> None:
+        if not event.blind:
+            self._met.setdefault(event.generation, set()).add(event.concept)
+        self._emit({**self._of_event(event), "probemon.action": action}, event.generation, event.request)
+
+    def verdict(self, event: Event) -> None:
+        assert event.verdict is not None
         attributes = {
+            **self._of_event(event),
+            "probemon.action": "escalate",
+            "probemon.verdict.ruling": event.verdict.ruling,
+            "probemon.verdict.seconds": event.verdict.seconds,
+        }
+        if event.verdict.failure:
+            attributes["probemon.verdict.failure"] = event.verdict.failure
+        self._emit(attributes, event.generation, event.request)
+
+    def _of_event(self, event: Event) -> dict[str, Any]:
+        """Return the attributes of a rule that was met; what a judge said beside is not among them."""
+        attributes: dict[str, Any] = {
             "gen_ai.evaluation.name": f"probemon.{event.concept}",
             "gen_ai.evaluation.score.label": UNSEEN if event.blind else FIRED,
             "gen_ai.evaluation.explanation": _why(event),
@@ -146,7 +164,6 @@ class _RunEvents(Follower):
             "probemon.threshold": event.above,
             "probemon.aggregator": event.aggregate,
             "probemon.for_tokens": event.for_tokens,
-            "probemon.action": action,
             "probemon.token.row": event.row,
             "probemon.token.column": event.column,
         }
@@ -154,12 +171,11 @@ class _RunEvents(Follower):
             attributes["error.type"] = self._error_of(event.blind)
         else:
             attributes |= {"gen_ai.evaluation.score.value": event.value, "probemon.score": event.score}
-            self._met.setdefault(event.generation, set()).add(event.concept)
         if event.alert_set is not None:
             attributes["probemon.alert_set"] = event.alert_set
         if event.provisional:
             attributes["probemon.provisional"] = True
-        self._emit(attributes, event.generation, event.request)
+        return attributes
 
     def ended(self, recording: Recording, error: BaseException | None) -> None:
         assert self._run is not None

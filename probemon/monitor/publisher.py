@@ -1,6 +1,6 @@
 """Publisher: where the scores of a run go: its recordings, rules, listeners and sinks.
 
-publisher = Publisher(pack, watches, failures, followers, recordings, reads, keep_tokens=None)  # recordings(): a run's
+publisher = Publisher(pack, tokenizer, watches, failures, followers, recordings, reads, keep_tokens=None)
 publisher.add_sink(JsonLinesSink("scores.jsonl"), max_batches=1024)
 publisher.publish(watch, generation, recording, placed, scores)          # in the thread that generates
 publisher.close()
@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,12 @@ from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.delivery import Delivery, SinkStats
+from probemon.monitor.escalation import Escalate
+from probemon.monitor.escalations import Escalations
 from probemon.monitor.failures import MAX_KEPT, Failures
 from probemon.monitor.followers import Followers
-from probemon.monitor.rules import NO_STOP_IN_BEAMS, PASS, Event, Rule, check_beams
+from probemon.monitor.judge_desk import PENDING
+from probemon.monitor.rules import NO_STOP_IN_BEAMS, PASS, Action, Event, Rule, check_beams, named_action
 from probemon.monitor.sinks import Sink
 from probemon.monitor.watches import Watch, Watches
 from probemon.packs.group import AnyPack
@@ -41,12 +45,14 @@ class Publisher:
     """The rules of `watches` are asked of generated tokens, `listeners` called with all. What they raise is kept in
     `failures`.
 
+    `recordings()`: those of the run.
     `reads(recording, first, n)`: what memories read at entries `first` to `first + n`, None where none is watched.
     """
 
     def __init__(
         self,
         pack: AnyPack,
+        tokenizer: Any,
         watches: Watches,
         failures: Failures,
         followers: Followers,
@@ -59,6 +65,8 @@ class Publisher:
         self._pack, self._failures, self._recordings, self._keep_tokens = pack, failures, recordings, keep_tokens
         self._reads = reads
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
+        self._changing = threading.Lock()  # events come, and are replaced once a judge has ruled, in several threads
+        self._escalations = Escalations(tokenizer, self._do, self._join, followers.verdict)
         self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
@@ -121,6 +129,7 @@ class Publisher:
                     self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
                 if watch.rules:
                     generation.run_actions(self._ask_rules, watch, generation, placed, scores, reads)
+                self._escalations.settle(generation)
         self._followers.scored(placed, scores)
         for listener in self.listeners:
             self._failures.call("a listener", listener, placed, scores, reads)
@@ -139,8 +148,11 @@ class Publisher:
             for delivery in self._deliveries:
                 delivery.put(batch)
 
-    def close(self) -> None:
-        """Deliver what is queued and close the sinks; an error of theirs becomes a failure, a loss a warning."""
+    def close(self, failed: bool) -> None:
+        """Have every verdict, deliver what is queued and close the sinks; an error of theirs becomes a failure, a loss
+        a warning. `failed`: the run ends by an error, and waits for no judge.
+        """
+        self._escalations.close(wait=not failed)
         for delivery in self._deliveries:
             delivery.close()
             stats = delivery.stats()
@@ -203,15 +215,25 @@ class Publisher:
             **{"score": 0.0, **known},
         )
 
-    def _act(self, action: str | Callable[[Event], object], event: Event, generation: Generation) -> None:
+    def _act(self, action: Action, event: Event, generation: Generation) -> None:
         """Do what a rule asks for."""
-        self.events.append(event)
-        self._followers.event(event, action if isinstance(action, str) else "call")
-        if callable(action):
+        if isinstance(action, Escalate):
+            event = replace(event, verdict=PENDING)
+        with self._changing:
+            self.events.append(event)
+        self._followers.event(event, named_action(action))
+        if isinstance(action, Escalate):
+            self._escalations.ask(action, event, generation)
+        elif isinstance(action, str):
+            self._do(action, event, generation)
+        else:
             self._failures.call("an action", action, event)
             if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too
                 generation.hide_from(event.column)
-        elif action == "stop" and generation.prompt.n_beams > 1:  # the rule came while these beams began
+
+    def _do(self, action: str, event: Event, generation: Generation) -> None:
+        """Stop a row, or raise, for an event; to record it is nothing more."""
+        if action == "stop" and generation.prompt.n_beams > 1:  # the rule came while these beams began
             generation.raise_later(NotSupportedDecoding(NO_STOP_IN_BEAMS), event.column)
         elif action == "stop":
             generation.stop_row(event.row, event.column)
@@ -224,3 +246,11 @@ class Publisher:
                 f" the last at {where}"
             )
             generation.raise_later(ConceptRaised(said, event), event.column)
+
+    def _join(self, before: Event, after: Event) -> None:
+        """Put an event with its verdict into the place of the one without, in any thread."""
+        with self._changing:
+            for i in reversed(range(len(self.events))):
+                if self.events[i] is before:
+                    self.events[i] = after
+                    break

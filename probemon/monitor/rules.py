@@ -20,6 +20,8 @@ from probemon.core.concept_names import Wanted
 from probemon.core.memory_reads import Reading
 from probemon.core.scores import Scores
 from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.monitor.escalation import Escalate
+from probemon.monitor.judge_desk import Verdict
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
 
@@ -28,6 +30,7 @@ PASS = "pass"
 NO_STOP_IN_BEAMS = (
     "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
 )
+Action = str | Escalate | Callable[["Event"], object]
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Event:
     `alert_set`: the pack's set of alert thresholds that `above` is of; None where it was given, or the set has no name.
     `reading`: what each memory of the host read most at the token, where the run watches it (`routing=True`).
     `blind`: why the token has no scores, where the event is of `on_blind`; `score` and `value` say nothing then.
+    `verdict`: of a judge (`Escalate`), where one was asked; pending until it is known, and the event of `run.events` is
+    replaced by one that has it.
     """
 
     concept: str
@@ -59,6 +64,7 @@ class Event:
     alert_set: str | None = None
     reading: tuple[Reading, ...] = ()
     blind: str = ""
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,12 @@ class Rule:
     above: float
     for_tokens: int
     aggregator: Aggregator
-    action: str | Callable[[Event], object]
+    action: Action
     alert_set: str | None = None
-    on_blind: str | Callable[[Event], object] = PASS
+    on_blind: Action = PASS
 
     @property
-    def actions(self) -> tuple[str | Callable[[Event], object], ...]:
+    def actions(self) -> tuple[Action, ...]:
         """What it may do."""
         return self.action, self.on_blind
 
@@ -113,8 +119,8 @@ def make_rules(
     above: float | None = None,
     for_tokens: int = 1,
     aggregate: str | Aggregator | None = None,
-    action: str | Callable[[Event], object] = "stop",
-    on_blind: str | Callable[[Event], object] = PASS,
+    action: Action = "stop",
+    on_blind: Action = PASS,
 ) -> list[Rule]:
     """Make a rule for each of the concepts, with the arguments of `run.on`. Raises `UnknownConcept`, `ConfigError`."""
     aggregator = named(aggregate)
@@ -130,14 +136,15 @@ def make_rules(
             )
         check_above(aggregator, level, most)
     for_tokens = check_count("for_tokens", for_tokens, least=1, remedy="it counts tokens in a row, so give 1 or more")
-    if action not in ACTIONS and not callable(action):
+    if action not in ACTIONS and not isinstance(action, Escalate) and not callable(action):
         raise ConfigError(
-            f"action is {action!r}: give 'record', 'stop', 'raise' or a callable that takes the event (run.hold wraps"
-            " a streamer)"
+            f"action is {action!r}: give 'record', 'stop', 'raise', an Escalate or a callable that takes the event"
+            " (run.hold wraps a streamer)"
         )
-    if on_blind not in (PASS, *ACTIONS) and not callable(on_blind):
+    if on_blind not in (PASS, *ACTIONS) and not isinstance(on_blind, Escalate) and not callable(on_blind):
         raise ConfigError(
-            f"on_blind is {on_blind!r}: give 'pass', 'record', 'stop', 'raise' or a callable that takes the event"
+            f"on_blind is {on_blind!r}: give 'pass', 'record', 'stop', 'raise', an Escalate or a callable that takes"
+            " the event"
         )
     is_own = above is None and str(aggregator) == "each"
     return [
@@ -146,9 +153,14 @@ def make_rules(
     ]
 
 
+def named_action(action: Action) -> str:
+    """Return the name by which an action is told."""
+    return action if isinstance(action, str) else "escalate" if isinstance(action, Escalate) else "call"
+
+
 def check_beams(rules: Sequence[Rule]) -> None:
     """Raise `NotSupportedDecoding` where a rule could not do in beams what it is for."""
-    if any("stop" in rule.actions for rule in rules):
+    if any(action == "stop" or isinstance(action, Escalate) for rule in rules for action in rule.actions):
         raise NotSupportedDecoding(NO_STOP_IN_BEAMS)
     if any(is_of_traffic(rule.aggregator) for rule in rules):
         raise NotSupportedDecoding(

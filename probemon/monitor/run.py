@@ -39,12 +39,13 @@ from probemon.monitor.change import Change
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.drift import DriftMonitor
+from probemon.monitor.escalation import check_judges
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.followers import Follower, Followers
 from probemon.monitor.health import Health, run_health
 from probemon.monitor.publisher import Listener, Publisher
 from probemon.monitor.result import Result, find_result
-from probemon.monitor.rules import Event, Rule, check_beams, make_rules
+from probemon.monitor.rules import Action, Event, Rule, check_beams, make_rules
 from probemon.monitor.sinks import Sink
 from probemon.monitor.token_scorer import Publish, TokenScorer
 from probemon.monitor.watches import Watched, Watches
@@ -140,6 +141,7 @@ class MonitorRun:
         self._watches = Watches(manager)
         self._publisher = Publisher(
             manager.pack,
+            tokenizer,
             self._watches,
             self._failures,
             self._followers,
@@ -202,8 +204,8 @@ class MonitorRun:
         above: float | None = None,
         for_tokens: int = 1,
         aggregate: str | Aggregator | None = None,
-        action: str | Callable[[Event], object] = "stop",
-        on_blind: str | Callable[[Event], object] = "pass",
+        action: Action = "stop",
+        on_blind: Action = "pass",
     ) -> None:
         """Act when a concept scores over `above` at `for_tokens` generated tokens in a row.
 
@@ -215,7 +217,7 @@ class MonitorRun:
         one of `probemon.core.aggregate`.
         `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
         ends `generate` with `ConceptRaised`, a callable gets the `Event`, "record" does no more than put it into
-        `run.events`.
+        `run.events`, and `Escalate` asks a judge (`probemon.monitor.escalation`).
         `on_blind`: the same at a generated token that was not seen, whose scores nobody knows, where the run goes on
         (`attach(..., on_gap=...)`); "pass" does nothing, and a warning at the end says how many there were.
 
@@ -236,6 +238,7 @@ class MonitorRun:
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Ask these rules of generated tokens, too: see `on`."""
+        check_judges(rules, self.tokenizer)
         self._watches.add(rules)
 
     def hold_to(
@@ -252,6 +255,7 @@ class MonitorRun:
         `count`: from the next token on, as a new state of `watches`; else from the first one. Raises what `update`
         does.
         """
+        check_judges(rules, self.tokenizer)
         self._watches.change(
             of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
         )
@@ -280,6 +284,7 @@ class MonitorRun:
         `NotSupportedDecoding` (a stop while beams run); what held before goes on then.
         """
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
+        check_judges(change.new_rules, self.tokenizer)
         if self._watcher.running_beams:
             check_beams(change.new_rules)
         number = change.make(self._watches)
@@ -480,7 +485,7 @@ class MonitorRun:
                 UserWarning,
                 stacklevel=2,
             )
-        publisher.close()
+        publisher.close(failed=error is not None)
         if self._requests is not None:
             self._requests.close()
         for not_recorded in self.routing.close() if self.routing is not None else ():

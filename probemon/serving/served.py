@@ -46,6 +46,12 @@ def check_serves(deployment: Deployment) -> None:
         raise ConfigError(
             f"{deployment.path.name} has a port for metrics: a server shows them at /metrics of its own. Leave it out"
         )
+    judged = [at for at, rule in enumerate(deployment.content.get("rules", ())) if rule["action"] == "escalate"]
+    if judged:
+        raise ConfigError(
+            f"{deployment.path.name}: rules[{judged[0]}] asks a judge, which a server cannot do yet: give it the action"
+            " record or stop"
+        )
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ NAMES = (
     "metrics",
     "budget",
     "opentelemetry",
+    "second_opinion",
     "decode-loop",
     "hidden-states",
     "several-packs",

@@ -160,6 +160,10 @@ def test_a_copied_manager_has_the_rules_too(folder, copied):
     assert len(run.deployment.rules(manager.pack)) == 13 and manager.audit_rate == 1
 
 
+JUDGE = """judge: {url: "http://localhost:1/v1", model: guard}
+    within: 2
+    meanwhile: hold"""
+JUDGED = f"action: escalate\n    {JUDGE}\n    on_failure: "
 CASES = [
     ("on_blind: pass", "on_blid: pass", 17, "unknown, did you mean 'on_blind'"),
     ("    on_blind: pass\n", "", 14, "on_blind is missing"),
@@ -192,6 +196,28 @@ CASES = [
     ("audit_rate: 1", "depth: {c0: -1}", 12, "-1 is less than the minimum of 0"),
     ("audit_rate: 1", "include: []", 12, "[] should be non-empty"),
     ("rules:", "rules: 3\nrulez:", 14, "unknown, did you mean 'rules'"),
+    ("action: stop", "action: escalate", 18, "judge is missing: the endpoint like OpenAI's that is asked"),
+    ("action: stop", f"action: escalate\n    {JUDGE}", 18, "on_failure is missing: what follows where there is no"),
+    ("action: stop", JUDGED + "hold", 25, "'hold' is not one of ['pass'"),
+    ("action: stop", f"action: stop\n    {JUDGE}", 22, "rules[1].judge: this is for action: escalate"),
+    (
+        "action: stop",
+        JUDGED.replace("http:", "ftp:") + "stop",
+        18,
+        "url is 'ftp:",
+    ),
+    (
+        "action: stop",
+        JUDGED.replace("model", "modle") + "stop",
+        22,
+        "'modle' is",
+    ),
+    (
+        "action: stop",
+        JUDGED.replace("hold", "stop") + "pass",
+        18,
+        "so give 'stop'",
+    ),
     ("audit_rate: 1", "opentelemetry: {}", 12, "endpoint is missing: the address of a collector"),
     ("audit_rate: 1", "opentelemetry:\n  endpoint: localhost:4317", 13, "The address of a collector that takes OTLP"),
     ("audit_rate: 1", "opentelemetry:\n  endpoint: http://[", 12, "endpoint is 'http://[': give the address"),

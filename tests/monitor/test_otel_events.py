@@ -24,6 +24,7 @@ from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
 from probemon import DynamicProbeManager
 from probemon.errors import ConceptRaised, ConfigError
+from probemon.monitor.escalation import Escalate
 from probemon.monitor.otel_events import LABELS, UNSEEN_ERRORS, OpenTelemetryEvents
 from probemon.monitor.otlp_logs import check_endpoint
 
@@ -182,6 +183,24 @@ def test_requests_of_continuous_batching_are_found_by_their_id(model, pack, memo
     generations = {event.request: event.generation for event in run.events}
     for one in told:
         assert one.attributes["probemon.generation"] == generations[one.attributes["gen_ai.response.id"]]
+
+
+@pytest.mark.parametrize(("judge", "failure"), [(lambda question: ("pass", "what it thinks"), None), (exec, "error")])
+def test_a_verdict_is_an_event_of_its_own_without_the_judges_words(model, pack, memory, tracer, judge, failure):
+    provider, records = memory
+    with DynamicProbeManager(pack).attach(model) as run:
+        run.on("c1", above=0.0, action=Escalate(judge, 20.0, "hold", "stop"))
+        run.follow(OpenTelemetryEvents(provider=provider))
+        with tracer.start_as_current_span("chat") as span:
+            model.generate(PROMPTS[1:], **GREEDY)
+    met, verdict, _ = records()
+    assert {one.span_id for one in records()} == {span.get_span_context().span_id}
+    of_verdict = {name: value for name, value in verdict.attributes.items() if name.startswith("probemon.verdict")}
+    assert dict(met.attributes) == {k: v for k, v in verdict.attributes.items() if k not in of_verdict}
+    assert met.attributes["probemon.action"] == "escalate" and "what it thinks" not in str(verdict.attributes)
+    known = run.events[0].verdict
+    expected = {"probemon.verdict.ruling": known.ruling, "probemon.verdict.seconds": known.seconds}
+    assert of_verdict == expected | ({"probemon.verdict.failure": failure} if failure else {})
 
 
 def test_without_a_span_means_without_the_current_one(memory, tracer):

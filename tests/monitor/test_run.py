@@ -276,7 +276,7 @@ def test_stop_ends_one_row_and_pads_it(manager, model):
             for above in (float("nan"), 95, 1.0, -0.1, "0.5", True)
         ],
         ({"concept": "c1", "for_tokens": 0}, ConfigError, "give 1 or more"),
-        ({"concept": "c1", "action": "halt"}, ConfigError, "'stop', 'raise' or a callable"),
+        ({"concept": "c1", "action": "halt"}, ConfigError, "'stop', 'raise', an Escalate or a callable"),
     ],
 )
 def test_bad_rule_is_named(manager, model, arguments, error, words):

@@ -1,0 +1,90 @@
+"""Escalate: a rule that is met is put to a judge, slower than a probe and surer, who rules whether the row stops.
+
+    def judge(question):
+        return "stop" if is_harmful(question.text) else "pass"      # or ("stop", "why")
+
+    run.on("weapon", action=Escalate(judge, within=2.0, meanwhile="hold", on_failure="stop"))
+    ...
+    run.events[0].verdict              # Verdict(ruling="pass", failure="", reason="", seconds=0.31)
+
+Judges run in threads of their own. docs/second_opinion.md says what is bounded, and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from probemon.core.checks import check_callable, check_choice, check_count, check_number
+from probemon.errors import ConfigError
+from probemon.monitor.judge_desk import Desk
+
+if TYPE_CHECKING:
+    from probemon.monitor.rules import Event, Rule
+
+HOLD, PASS, STOP, RAISE = "hold", "pass", "stop", "raise"
+MEANWHILE, ON_FAILURE = (HOLD, PASS, STOP), (PASS, STOP, RAISE)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a judge is asked: `event` was met, and `text` is the end of its row, that token included, as the run's
+    tokenizer decodes it ("" without one). `ids` are its tokens. The answer is wanted `within` so many seconds.
+    """
+
+    event: Event
+    ids: tuple[int, ...]
+    text: str
+    within: float
+
+
+Judge = Callable[[Question], str | tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Escalate:
+    """The action of a rule: ask `judge`, and do as it says.
+
+    `judge(question)`: returns "stop" or "pass", or one of these and the reason, in words.
+    `within`: seconds that it has, from the event on. It counts them in a queue, too.
+    `meanwhile`: "hold" lets the generation wait for the verdict, "pass" lets it go on until a verdict stops it, "stop"
+    stops the row at once, and the verdict only joins the event.
+    `on_failure`: "pass", "stop" or "raise" where there is no verdict in time; for what is stopped already, "stop".
+    `last_tokens`: of the row that the judge is shown at most, of its prompt and of what was generated.
+    `n_workers`: threads that ask at the same time. `max_waiting`: questions that wait for one; more are not asked.
+
+    Whoever uses one object, in however many rules and runs, shares its workers. Raises `ConfigError`.
+    """
+
+    judge: Judge
+    within: float
+    meanwhile: str
+    on_failure: str
+    last_tokens: int = 64
+    n_workers: int = 2
+    max_waiting: int = 16
+    desk: Desk = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_callable("judge", self.judge)
+        check_number(
+            "within", self.within, low=0, open_low=True, high=3600, remedy="give seconds, more than 0, at most 3600"
+        )
+        check_choice("meanwhile", self.meanwhile, MEANWHILE)
+        check_choice("on_failure", self.on_failure, ON_FAILURE)
+        if self.meanwhile == STOP and self.on_failure != STOP:
+            raise ConfigError(
+                f"on_failure is {self.on_failure!r}: meanwhile='stop' has stopped the row by then, so give 'stop'"
+            )
+        check_count("last_tokens", self.last_tokens, least=1, remedy="it counts tokens, so give 1 or more")
+        n_workers = check_count("n_workers", self.n_workers, least=1, remedy="it counts threads, so give 1 or more")
+        object.__setattr__(self, "desk", Desk(n_workers, check_count("max_waiting", self.max_waiting)))
+
+
+def check_judges(rules: Iterable[Rule], tokenizer: Any) -> None:
+    """Let judges that have a method `check` say whether the run of a tokenizer can ask them. Raises `ConfigError`."""
+    judges = [action.judge for rule in rules for action in rule.actions if isinstance(action, Escalate)]
+    for judge in judges:
+        if hasattr(judge, "check"):
+            judge.check(tokenizer)

@@ -1,0 +1,150 @@
+"""Escalations: the questions of one run to its judges, and what follows from their verdicts.
+
+escalations = Escalations(tokenizer, act, join, tell)
+escalations.ask(escalate, event, generation)        # when a rule is met: returns at once
+escalations.settle(generation)                      # once a batch was judged: holds, and does what verdicts say
+escalations.close(wait=True)                        # with the run: no question stays open
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from probemon.monitor.escalation import HOLD, PASS, STOP, Escalate, Question
+from probemon.monitor.judge_desk import LATE, NOT_ASKED, Asked, Verdict
+from probemon.monitor.rules import Event
+from probemon.tracking.align import NO_ID
+from probemon.tracking.generation import Generation
+from probemon.tracking.recording import Recording
+
+_TELL_SECONDS = 1.0  # that the end of a run waits for followers to hear of a verdict in another thread
+
+
+class _Open:
+    """A question whose verdict has not been followed yet. `event` gets the verdict."""
+
+    def __init__(self, escalate: Escalate, event: Event, ids: tuple[int, ...], run: Escalations) -> None:
+        self.escalate, self.event, self._ids, self._run = escalate, event, ids, run
+        self.asked = Asked(
+            self._ask,
+            within=escalate.within,
+            on_failure=escalate.on_failure,
+            join=self._join,
+            tell=lambda: run.tell(self.event),
+        )
+
+    def _ask(self) -> Any:
+        tokenizer = self._run.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode([token for token in self._ids if token != NO_ID])
+        return self.escalate.judge(Question(self.event, self._ids, text, self.escalate.within))
+
+    def _join(self, verdict: Verdict) -> None:
+        before, self.event = self.event, replace(self.event, verdict=verdict)
+        self._run.join(before, self.event)
+
+
+@dataclass
+class _OfGeneration:
+    """`in_vain`: seconds that a generation was held for what then was no verdict, by the id of the action."""
+
+    open: list[_Open] = field(default_factory=list)
+    in_vain: dict[int, float] = field(default_factory=dict)
+
+
+class Escalations:
+    """A judge that fails holds a generation for `within` seconds at most, however many questions there are: what was
+    waited for in vain counts for all that come after.
+
+    `act("stop" or "raise", event, generation)`: does it, in the thread that generates.
+    `join(before, after)`: `after` is the event `before` with its verdict. `tell(event)`: the same for followers.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        act: Callable[[str, Event, Generation], None],
+        join: Callable[[Event, Event], None],
+        tell: Callable[[Event], None],
+    ) -> None:
+        self.tokenizer, self._act, self.join, self.tell = tokenizer, act, join, tell
+        self._lock = threading.Lock()  # guards what follows: threads that generate share it
+        self._own: weakref.WeakKeyDictionary[Generation, _OfGeneration] = weakref.WeakKeyDictionary()
+        self._asked: list[Asked] = []  # of which followers may not have heard yet
+
+    def ask(self, escalate: Escalate, event: Event, generation: Generation) -> None:
+        """Put an event to the judge of an action."""
+        ids = last_ids(generation.recording, event.row, event.column, escalate.last_tokens)
+        question = _Open(escalate, event, ids, self)
+        asked = question.asked
+        with self._lock:
+            own = self._own.setdefault(generation, _OfGeneration())
+            self._asked = [one for one in self._asked if not one.told.is_set()] + [asked]
+        own.open.append(question)
+        if escalate.meanwhile == STOP:
+            self._act(STOP, event, generation)
+        if escalate.meanwhile == HOLD and own.in_vain.get(id(escalate), 0.0) >= escalate.within:
+            asked.fail(NOT_ASKED, f"this generation was held for {escalate.within:g} seconds without a verdict before")
+        elif not escalate.desk.put(asked):
+            asked.fail(NOT_ASKED, f"{escalate.max_waiting} questions wait, as many as may")
+
+    def settle(self, generation: Generation) -> None:
+        """Wait for the verdicts that hold this generation, and do what those that are there say."""
+        own = self._own.get(generation)
+        if own is None or not own.open:
+            return
+        self._hold(own)
+        still_open = []
+        for question in own.open:
+            asked, escalate = question.asked, question.escalate
+            if time.monotonic() >= asked.deadline:
+                asked.fail(LATE, f"no answer within {escalate.within:g} seconds")
+            if asked.verdict is None:
+                still_open.append(question)
+            elif asked.verdict.ruling != PASS and escalate.meanwhile != STOP:
+                self._act(asked.verdict.ruling, question.event, generation)
+        own.open = still_open
+
+    def close(self, wait: bool) -> None:
+        """Give every question a verdict; `wait` for those that have time left."""
+        with self._lock:
+            every, self._asked = self._asked, []
+        for asked in every:
+            if wait:
+                asked.wait(asked.deadline)
+            asked.fail(LATE, f"no answer within {asked.within:g} seconds" if wait else "the run has ended before")
+        until = time.monotonic() + _TELL_SECONDS
+        for asked in every:
+            asked.told.wait(max(0.0, until - time.monotonic()))
+
+    def _hold(self, own: _OfGeneration) -> None:
+        begin, before = time.monotonic(), dict(own.in_vain)
+        held = [question for question in own.open if question.escalate.meanwhile == HOLD]
+        for question in held:
+            asked, within = question.asked, question.escalate.within
+            left = within - before.get(id(question.escalate), 0.0)
+            if not asked.wait(min(asked.deadline, begin + left)):
+                asked.fail(LATE, f"no answer while the generation was held, {within:g} seconds in all")
+        waited = time.monotonic() - begin
+        for question in held:
+            escalate, verdict = question.escalate, question.asked.verdict
+            if verdict is not None and verdict.failure:
+                used = escalate.within if verdict.failure == LATE else before.get(id(escalate), 0.0) + waited
+                own.in_vain[id(escalate)] = max(used, own.in_vain.get(id(escalate), 0.0))
+
+
+def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[int, ...]:
+    """Return the ids of the last `n` tokens of a row of a recording, up to a column; fewer where it holds fewer."""
+    ids: list[int] = []
+    for placed in reversed(list(recording.placed)):
+        own = np.flatnonzero((placed.rows == row) & (placed.columns <= column))
+        ids = [*placed.ids[own].tolist(), *ids]
+        if len(ids) >= n:
+            break
+    return tuple(ids[-n:])

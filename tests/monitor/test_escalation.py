@@ -1,0 +1,420 @@
+"""A second opinion: a judge rules in time, or what was stated follows; it never holds a generation longer than said."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import get_current_span
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from conftest import OLDEST, PAD
+from corpora import make_tokenizer
+from probemon import DynamicProbeManager
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.monitor.escalation import Escalate
+from probemon.monitor.followers import Follower
+
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
+MASK = (BATCH != PAD).long()
+GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+SLOW = 20.0  # seconds that nobody waits
+LEAST = 0.3  # a limit that a loaded machine keeps
+
+
+@pytest.fixture
+def manager(pack):
+    return DynamicProbeManager(pack)
+
+
+@pytest.fixture(scope="module")
+def free(model):
+    return model.generate(PROMPT, **GREEDY)[0].tolist()
+
+
+def run_with(manager, model, escalate, *, ids=PROMPT, tokenizer=None, for_tokens=3, followers=(), **options):
+    """Generate with a rule on c9 that is met at generated token `for_tokens`, once; return the run and the ids."""
+    with manager.attach(model, tokenizer) as run:
+        for one in followers:
+            run.follow(one)
+        run.on("c9", above=0.0, for_tokens=for_tokens, action=escalate)
+        out = model.generate(ids, **{**GREEDY, **options})
+    return run, out
+
+
+class Hung:
+    """A judge that answers nobody until it is let go, and counts whom it was asked about."""
+
+    def __init__(self):
+        self.free, self.asked = threading.Event(), []
+
+    def __call__(self, question):
+        self.asked.append(question.event)
+        self.free.wait(SLOW)
+        return "pass"
+
+
+@pytest.fixture
+def hung():
+    judge = Hung()
+    yield judge
+    judge.free.set()
+
+
+# -- what follows from a verdict -----------------------------------------------------------------
+
+
+def test_a_stop_ends_the_row_where_the_action_stop_does_and_a_pass_changes_nothing(manager, model, free):
+    for for_tokens in (1, 3, 8):
+        with manager.attach(model) as run:
+            run.on("c9", above=0.0, for_tokens=for_tokens, action="stop")
+            stopped = model.generate(PROMPT, **GREEDY)[0].tolist()
+        assert stopped == free[: 5 + for_tokens + 1]  # the token that met the rule, and one more
+        for ruling, expected in (("stop", stopped), ("pass", free)):
+            judge = Escalate(lambda question, ruling=ruling: (ruling, "because"), SLOW, "hold", "raise")
+            run, out = run_with(manager, model, judge, for_tokens=for_tokens)
+            [event] = run.events
+            assert out[0].tolist() == expected and event.column == 5 + for_tokens - 1
+            assert (event.verdict.ruling, event.verdict.failure, event.verdict.reason) == (ruling, "", "because")
+            assert 0 < event.verdict.seconds < SLOW
+
+
+def test_rows_of_a_batch_have_verdicts_of_their_own(manager, model):
+    expected = model.generate(BATCH, attention_mask=MASK, **{**GREEDY, "eos_token_id": 60})
+    judge = Escalate(lambda question: "stop" if question.event.row == 1 else "pass", SLOW, "hold", "raise")
+    run, out = run_with(manager, model, judge, ids=BATCH, attention_mask=MASK, eos_token_id=60)
+    assert {event.row: event.verdict.ruling for event in run.events} == {0: "pass", 1: "stop", 2: "pass"}
+    assert torch.equal(out[[0, 2]], expected[[0, 2]])
+    assert out[1].tolist() == [*expected[1, :9].tolist(), *[PAD] * 10]
+
+
+def test_who_goes_on_meanwhile_is_stopped_at_the_next_token_after_the_verdict(manager, model, free):
+    """The judge rules in the forward of the token at column 10: that token was sampled before, and one more is."""
+    ruling, ruled = threading.Event(), threading.Event()
+
+    class Ruled(Follower):
+        def verdict(self, event):
+            ruled.set()
+
+    def judge(question):
+        ruling.wait(SLOW)
+        return "stop"
+
+    def rule_at_10(module, args, kwargs):
+        if kwargs["position_ids"][0, -1] == 10:
+            ruling.set()
+            assert ruled.wait(SLOW)
+
+    handle = model.model.register_forward_pre_hook(rule_at_10, with_kwargs=True)
+    run, out = run_with(manager, model, Escalate(judge, SLOW, "pass", "raise"), followers=[Ruled()])
+    handle.remove()
+    assert out[0].tolist() == free[:12] and run.events[0].column == 7 and run.events[0].verdict.ruling == "stop"
+
+
+def test_what_is_stopped_at_once_has_its_verdict_in_the_event(manager, model, free):
+    run, out = run_with(manager, model, Escalate(lambda question: "pass", SLOW, "stop", "stop"))
+    assert out[0].tolist() == free[:9] and run.events[0].verdict.ruling == "pass"  # stopped all the same
+
+
+def test_a_row_is_stopped_in_a_loop_by_hand_too(manager, model, free):
+    ids = PROMPT
+    with manager.attach(model) as run, torch.no_grad():
+        run.on("c9", above=0.0, for_tokens=3, action=Escalate(lambda question: "stop", SLOW, "hold", "raise"))
+        with run.generating(from_column=5) as loop:
+            while True:
+                ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+                if loop.sampled(ids).all():
+                    break
+    assert ids[0].tolist() == free[:9]
+
+
+@pytest.mark.skipif(OLDEST, reason="continuous batching of transformers 5.0 is refused")
+def test_a_request_of_continuous_batching_is_stopped_alone(manager, model):
+    from transformers import ContinuousBatchingConfig
+
+    def generate(rules):
+        with manager.attach(model) as run:
+            for settings in rules:
+                run.on("c9", above=0.0, for_tokens=3, **settings)
+            outputs = model.generate_batch(
+                [[8, 9, 10], [11, 12]],
+                generation_config=GenerationConfig(
+                    do_sample=False, max_new_tokens=8, pad_token_id=PAD, eos_token_id=60
+                ),
+                continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=64),
+                progress_bar=False,
+            )
+        return run, [output.generated_tokens for output in outputs.values()]
+
+    def judge(question):
+        return "stop" if question.ids[:2] == (11, 12) else "pass"
+
+    _, (first, second) = generate([])
+    run, (kept, cut) = generate([{"action": Escalate(judge, SLOW, "hold", "raise")}])
+    assert kept == first and cut == second[:4] and len(second) == 8
+    assert {event.verdict.ruling for event in run.events} == {"pass", "stop"} and len(run.events) == 2
+
+
+def test_a_held_streamer_hides_what_the_judge_stopped(manager, model, free):
+    class Shown(BaseStreamer):
+        def __init__(self):
+            self.ids = []
+
+        def put(self, value):
+            self.ids += value.reshape(-1).tolist()
+
+        def end(self):
+            pass
+
+    shown = Shown()
+    with manager.attach(model) as run:
+        run.on("c9", above=0.0, for_tokens=3, action=Escalate(lambda question: "stop", SLOW, "hold", "raise"))
+        model.generate(PROMPT, **GREEDY, streamer=run.hold(shown))
+    assert shown.ids == free[:7]
+
+
+# -- what the judge is shown ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_tokens", [1, 3, 7, 64])
+def test_a_judge_is_shown_the_end_of_its_row_and_no_more(manager, model, last_tokens):
+    questions, tokenizer = [], make_tokenizer()
+
+    def judge(question):
+        questions.append(question)
+        return "pass"
+
+    escalate = Escalate(judge, SLOW, "hold", "raise", last_tokens=last_tokens)
+    _, out = run_with(manager, model, escalate, ids=BATCH, attention_mask=MASK, tokenizer=tokenizer)
+    assert len(questions) == 3
+    for question in questions:
+        row, column = question.event.row, question.event.column
+        own = [int(token) for token, real in zip(out[row, : column + 1], [*MASK[row], *[1] * 14], strict=False) if real]
+        assert list(question.ids) == own[-last_tokens:] and question.text == tokenizer.decode(own[-last_tokens:])
+        assert question.event.verdict.ruling == "pending" and question.within == SLOW
+
+
+def test_a_judge_is_asked_in_the_span_of_the_caller(manager, model):
+    seen = []
+
+    def judge(question):
+        seen.append(get_current_span().get_span_context().span_id)
+        return "pass"
+
+    with TracerProvider(shutdown_on_exit=False).get_tracer("t").start_as_current_span("chat") as span:
+        run_with(manager, model, Escalate(judge, SLOW, "hold", "raise"))
+    assert seen == [span.get_span_context().span_id]
+
+
+class Diary(Follower):
+    def __init__(self):
+        self.heard = []
+
+    def event(self, event, action):
+        self.heard.append((action, event.verdict and event.verdict.ruling))
+
+    def verdict(self, event):
+        self.heard.append(("verdict", event.verdict.ruling))
+
+    def closed(self, run):
+        self.heard.append("closed")
+
+
+def test_followers_hear_of_the_event_and_of_its_verdict_before_the_run_ends(manager, model):
+    for meanwhile in ("hold", "pass"):
+        diary = Diary()
+        judge = Escalate(lambda question: time.sleep(0.1) or "pass", SLOW, meanwhile, "raise")
+        run_with(manager, model, judge, for_tokens=13, followers=[diary])  # at the last token that is run
+        assert diary.heard == [("escalate", "pending"), ("verdict", "pass"), "closed"]
+
+
+# -- judges that fail ----------------------------------------------------------------------------
+
+
+def failing(question):
+    raise OSError("nobody there")
+
+
+@pytest.mark.parametrize("on_failure", ["pass", "stop", "raise"])
+@pytest.mark.parametrize(
+    ("judge", "reason"),
+    [
+        (failing, "OSError: nobody there"),
+        (lambda question: exec("raise SystemExit(3)"), "SystemExit: 3"),
+        (lambda question: "Stop!", "the judge answered 'Stop!'"),
+        (lambda question: ("stop", 3), "the judge answered ('stop', 3)"),
+        (lambda question: torch.zeros(3), "the judge answered tensor"),
+    ],
+    ids=["error", "exit", "another word", "no reason", "a tensor"],
+)
+def test_a_judge_that_errs_or_rambles_is_no_judge(manager, model, free, judge, reason, on_failure):
+    escalate = Escalate(judge, SLOW, "hold", on_failure)
+    if on_failure == "raise":
+        with pytest.raises(ConceptRaised) as raised:
+            run_with(manager, model, escalate)
+        verdict = raised.value.event.verdict
+    else:
+        run, out = run_with(manager, model, escalate)
+        assert out[0].tolist() == (free if on_failure == "pass" else free[:9])
+        verdict = run.events[0].verdict
+    assert (verdict.ruling, verdict.failure) == (on_failure, "error") and verdict.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("on_failure", ["pass", "stop"])
+def test_a_judge_that_hangs_holds_the_whole_generation_no_longer_than_was_said(manager, model, hung, on_failure):
+    """Twelve rules are met at twelve tokens, of which the first is asked, and waited for."""
+    escalate = Escalate(hung, LEAST, "hold", on_failure)
+    with manager.attach(model) as run:
+        for n in range(1, 13):
+            run.on("c9", above=0.0, for_tokens=n, action=escalate)
+        begin = time.monotonic()
+        out = model.generate(PROMPT, **GREEDY)
+        took = time.monotonic() - begin
+    assert LEAST <= took < LEAST + 1, took
+    expected = ["late", *["not asked"] * 11] if on_failure == "pass" else ["late"]
+    assert [event.verdict.failure for event in run.events] == expected
+    assert len(hung.asked) == 1 and out.shape[1] == (19 if on_failure == "pass" else 7)
+
+
+def test_several_questions_of_one_step_are_waited_for_at_once(manager, model, hung):
+    escalate = Escalate(hung, LEAST, "hold", "pass", n_workers=2)
+    with manager.attach(model) as run:
+        run.on([f"c{i}" for i in range(8)], above=0.0, action=escalate)
+        begin = time.monotonic()
+        model.generate(PROMPT, **GREEDY)
+        took = time.monotonic() - begin
+    assert LEAST <= took < LEAST + 1 and len(hung.asked) == 2, took
+    assert [event.verdict.failure for event in run.events] == ["late"] * 8
+
+
+def test_what_is_answered_too_late_does_not_count(manager, model, free):
+    answered = threading.Event()
+
+    def judge(question):
+        time.sleep(LEAST + 0.2)
+        answered.set()
+        return "stop"
+
+    for meanwhile in ("hold", "pass"):
+        answered.clear()
+        run, out = run_with(manager, model, Escalate(judge, LEAST, meanwhile, "pass"))
+        assert out[0].tolist() == free and run.events[0].verdict.failure == "late"
+        assert answered.wait(SLOW)
+        time.sleep(0.05)
+        assert run.events[0].verdict.failure == "late" and run.events[0].verdict.ruling == "pass"
+
+
+def test_who_goes_on_is_stopped_where_no_verdict_came_in_time(manager, model, free, hung):
+    """The limit passes in the forward of the token at column 10."""
+
+    def pass_at_10(module, args, kwargs):
+        if kwargs["position_ids"][0, -1] == 10:
+            time.sleep(LEAST)
+
+    handle = model.model.register_forward_pre_hook(pass_at_10, with_kwargs=True)
+    run, out = run_with(manager, model, Escalate(hung, LEAST, "pass", "stop"))
+    handle.remove()
+    assert out[0].tolist() in (free[:12], *(free[:n] for n in (9, 10, 11))) and run.events[0].verdict.failure == "late"
+
+
+def test_a_full_queue_asks_nobody_and_says_so_at_once(manager, model, hung):
+    escalate = Escalate(hung, SLOW, "pass", "stop", n_workers=2, max_waiting=3)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="enough"), manager.attach(model) as run:
+        run.on([f"c{i}" for i in range(8)], above=0.0, action=escalate)
+        out = model.generate(PROMPT, **GREEDY)
+        raise RuntimeError("enough")  # a run that ends by an error waits for no judge
+    assert time.monotonic() - begin < SLOW / 2 and out.shape[1] == 7  # those that nobody was asked about stopped it
+    verdicts = [event.verdict for event in run.events]
+    assert Counter(verdict.failure for verdict in verdicts) == {"late": 5, "not asked": 3}
+    assert [verdict.failure for verdict in verdicts[5:]] == ["not asked"] * 3 and len(hung.asked) == 2
+    assert verdicts[5].reason == "3 questions wait, as many as may" and verdicts[0].reason == "the run has ended before"
+
+
+def test_workers_are_few_are_shared_by_runs_and_end_when_nothing_waits(manager, model):
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def judge(question):
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.02)
+        with lock:
+            at_once -= 1
+        return "pass"
+
+    escalate = Escalate(judge, SLOW, "pass", "raise", n_workers=3, max_waiting=40)
+    with manager.attach(model) as run, manager.attach(model) as other:
+        for one in (run, other):
+            one.on([f"c{i}" for i in range(8)], above=0.0, action=escalate)
+        model.generate(PROMPT, **GREEDY)
+    assert most == 3 and {event.verdict.ruling for event in (*run.events, *other.events)} == {"pass"}
+    until = time.monotonic() + 5
+    while any(thread.name == "probemon judge" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_judge_that_hangs_lets_the_process_end():
+    script = """
+import time
+from probemon.monitor.judge_desk import Asked, Desk
+desk = Desk(n_workers=2, max_waiting=2)
+for _ in range(4):
+    desk.put(Asked(lambda: time.sleep(60), within=60, on_failure="stop", join=print, tell=print))
+time.sleep(0.1)
+print(time.time())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=50)
+    assert time.time() - float(done.stdout) < 2, done.stderr
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def test_beams_are_refused_as_for_a_stop(manager, model):
+    with manager.attach(model) as run:
+        run.on("c9", above=0.0, action=Escalate(lambda question: "pass", SLOW, "hold", "pass"))
+        with pytest.raises(NotSupportedDecoding, match="cannot end one beam"):
+            model.generate(PROMPT, num_beams=2, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"judge": "gpt"}, "judge is given 'gpt'"),
+        ({"within": 0}, "within is 0"),
+        ({"within": float("nan")}, "within is nan"),
+        ({"meanwhile": "wait"}, "meanwhile is 'wait'"),
+        ({"on_failure": "hold"}, "on_failure is 'hold'"),
+        ({"meanwhile": "stop", "on_failure": "pass"}, "has stopped the row by then"),
+        ({"last_tokens": 0}, "last_tokens is 0"),
+        ({"n_workers": 0}, "n_workers is 0"),
+        ({"max_waiting": -1}, "max_waiting is -1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, said):
+    settings = {"judge": failing, "within": 1.0, "meanwhile": "hold", "on_failure": "stop"}
+    with pytest.raises(ConfigError, match=said):
+        Escalate(**{**settings, **changes})
+
+
+def test_rules_that_say_the_same_are_the_same(manager, model):
+    """So that a rule of an edited file goes on with its streaks, and with its workers."""
+    one, other = (Escalate(failing, 1.0, "hold", "stop") for _ in range(2))
+    assert one == other and one != Escalate(failing, 2.0, "hold", "stop")
+
+
+def test_events_with_verdicts_are_json(manager, model):
+    from dataclasses import asdict
+
+    run, _ = run_with(manager, model, Escalate(lambda question: "pass", SLOW, "hold", "pass"))
+    assert json.loads(json.dumps(asdict(run.events[0])))["verdict"]["ruling"] == "pass"

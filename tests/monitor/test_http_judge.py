@@ -1,0 +1,207 @@
+"""A judge behind HTTP: it is sent what is stated and no more, and anything but a plain word is no verdict."""
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+
+from conftest import PAD, make_pack, n_hooks
+from corpora import make_tokenizer
+from local_servers import answering, nobody, silent
+from probemon import DynamicProbeManager
+from probemon.errors import ConfigError
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.escalation import Escalate
+from probemon.monitor.http_judge import PROMPT, HttpJudge
+from probemon.serving.served import check_serves
+
+IDS = torch.tensor([[1, 5, 9, 13, 7]])
+GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+SLOW, LEAST = 20.0, 0.3
+
+
+def completion(content):
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
+
+
+def ask(model, pack, judge, *, within=SLOW, on_failure="pass", **settings):
+    """Generate with a rule on c9 that is met at the third generated token, once."""
+    with DynamicProbeManager(pack).attach(model, make_tokenizer()) as run:
+        escalate = Escalate(judge, within, "hold", on_failure, **settings)
+        run.on("c9", above=0.0, for_tokens=3, action=escalate)
+        out = model.generate(IDS, **GREEDY)
+    [event] = run.events
+    return event, out[0].tolist()
+
+
+@pytest.mark.parametrize(("word", "ruling"), [("stop", "stop"), (" Pass.\n", "pass"), ("STOP", "stop")])
+def test_the_judge_gets_the_concept_and_the_last_tokens_and_rules_by_a_word(model, pack, monkeypatch, word, ruling):
+    requests = []
+
+    def judge(path, headers, body):
+        requests.append((path, headers, json.loads(body)))
+        return 200, "application/json", completion(word)
+
+    monkeypatch.setenv("KEY_OF_THE_TEST", "s3cret")
+    free = model.generate(IDS, **GREEDY)[0].tolist()
+    with answering(judge) as address:
+        one = HttpJudge(f"{address}/v1/", "guard", key_env="KEY_OF_THE_TEST")
+        event, out = ask(model, pack, one, last_tokens=4)
+    assert (event.verdict.ruling, event.verdict.failure) == (ruling, "")
+    assert out == (free[:9] if ruling == "stop" else free)
+    [(path, headers, body)] = requests
+    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer s3cret"
+    text = make_tokenizer().decode(free[4:8])
+    question = {"concept": event.name, "path": list(event.path), "text": text}
+    system, user = ({"role": "system", "content": PROMPT}, {"role": "user", "content": json.dumps(question)})
+    assert body == {"model": "guard", "max_tokens": 8, "temperature": 0, "messages": [system, user]}
+    assert "s3cret" not in repr(one) and text
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "said"),
+    [
+        (200, completion("I would stop"), "one word is wanted"),
+        (200, completion(""), "one word is wanted"),
+        (200, completion(None), "one word is wanted"),
+        (200, b'{"choices": []}', "no completion of a chat"),
+        (200, b"[[[[", "no completion of a chat"),
+        (200, b"\xff\xfe", "no completion of a chat"),
+        (200, b"[" * 60_000, "no completion of a chat"),
+        (200, completion("stop" + " " * 70_000), "more than 65,536 bytes"),
+        (500, completion("stop"), "status 500"),
+        (302, completion("stop"), "status 302"),
+    ],
+    ids=["a sentence", "nothing", "null", "no choice", "no JSON", "no text", "deep", "long", "an error", "elsewhere"],
+)
+def test_what_is_no_plain_verdict_is_none(model, pack, status, content, said):
+    with answering(lambda *request: (status, "application/json", content)) as address:
+        event, _ = ask(model, pack, HttpJudge(address, "guard"))
+    assert (event.verdict.ruling, event.verdict.failure) == ("pass", "error") and said in event.verdict.reason
+
+
+@contextmanager
+def dripping():
+    """Yield the address of a server that sends a byte now and then, and never ends."""
+    ended = threading.Event()
+
+    def drip(listening):
+        connection, _ = listening.accept()
+        with closing(connection):
+            for byte in b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000:
+                if ended.wait(0.05):
+                    return
+                try:
+                    connection.sendall(bytes([byte]))
+                except OSError:
+                    ended.set()
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        threading.Thread(target=drip, args=(listening,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            assert ended.wait(10), "the judge has let go of it"
+        finally:
+            ended.set()
+
+
+@contextmanager
+def no_http():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with closing(connection):
+                connection.recv(100_000)
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("server", "failures"),
+    # The limit of a connection is that of the verdict: which of the two is noticed first is chance.
+    [(nobody, {"error"}), (no_http, {"error"}), (silent, {"late", "error"}), (dripping, {"late", "error"})],
+)
+def test_a_judge_that_is_away_or_mute_holds_no_longer_than_was_said(model, pack, server, failures):
+    free = model.generate(IDS, **GREEDY)[0].tolist()
+    with server() as address:
+        begin = time.monotonic()
+        event, out = ask(model, pack, HttpJudge(address, "guard"), within=LEAST, on_failure="stop")
+        took = time.monotonic() - begin
+    assert out == free[:9] and took < LEAST + 1.5, took
+    assert event.verdict.ruling == "stop" and event.verdict.failure in failures
+    until = time.monotonic() + 10
+    while any(thread.name == "probemon judge" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://localhost", "http://", "http://[", "http://h:x/v1", "http://u:p@here/v1", None]
+)
+def test_addresses_are_those_of_http(url):
+    with pytest.raises(ConfigError, match="give the address of an endpoint"):
+        HttpJudge(url, "guard")
+
+
+def test_what_it_needs_is_checked_before_anything_is_generated(model, pack):
+    judge = HttpJudge("http://localhost:1/v1", "guard")
+    rule = {"above": 0.5, "action": Escalate(judge, 1.0, "hold", "stop")}
+    with DynamicProbeManager(pack).attach(model) as run:
+        with pytest.raises(ConfigError, match="has no tokenizer"):
+            run.on("c9", **rule)
+        with pytest.raises(ConfigError, match="has no tokenizer"):
+            run.update(rules=[{"concept": "c9", **rule}])
+        assert not run.watches[-1].rules
+    keyed = HttpJudge("http://localhost:1/v1", "guard", key_env="NO_SUCH_KEY")
+    with (
+        DynamicProbeManager(pack).attach(model, make_tokenizer()) as run,
+        pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"),
+    ):
+        run.on("c9", above=0.5, action=Escalate(keyed, 1.0, "hold", "stop"))
+
+
+def file_of(folder, address, **changes):
+    sha256 = hashlib.sha256((folder / "pack/manifest.json").read_bytes()).hexdigest()
+    judged = {"judge": {"url": address, "model": "guard"}, "within": SLOW, "meanwhile": "hold", "on_failure": "raise"}
+    rule = {"concepts": ["c9"], "above": 0.0, "for_tokens": 3, "action": "escalate", "on_blind": "pass", **judged}
+    content = {"deployment": 1, "packs": [{"pack": "pack", "manifest_sha256": sha256}], "rules": [{**rule, **changes}]}
+    (folder / "watch.json").write_text(json.dumps(content))
+    return folder / "watch.json"
+
+
+def test_a_deployment_file_asks_a_judge_as_the_same_call_does(model, tmp_path):
+    make_pack(tmp_path / "pack", model)
+    free, asked = model.generate(IDS, **GREEDY)[0].tolist(), []
+
+    def judge(path, headers, body):
+        asked.append(json.loads(body))
+        return 200, "application/json", completion("stop")
+
+    with answering(judge) as address:
+        manager = DynamicProbeManager.from_deployment(file_of(tmp_path, address, last_tokens=2))
+        with manager.attach(model, make_tokenizer()) as run:
+            before = run.watches[-1].rules
+            # As many streaks go on as rules stay, and a rule whose judge was not changed stays.
+            run.update(file_of(tmp_path, address, last_tokens=2))
+            assert run.watches[-1].rules == before
+            out = model.generate(IDS, **GREEDY)
+    assert out[0].tolist() == free[:9] and run.events[0].verdict.ruling == "stop"
+    text = json.loads(asked[0]["messages"][1]["content"])["text"]
+    assert text == make_tokenizer().decode(free[6:8]) and len(asked) == 1
+    with pytest.raises(ConfigError, match="has no tokenizer"), manager.attach(model):
+        pass
+    assert n_hooks(model) == 0
+
+
+def test_a_server_says_that_it_asks_no_judge(model, tmp_path):
+    make_pack(tmp_path / "pack", model)
+    with pytest.raises(ConfigError, match=r"watch\.json: rules\[0\] asks a judge, which a server cannot do yet"):
+        check_serves(Deployment.read(file_of(tmp_path, "http://localhost:1/v1")))

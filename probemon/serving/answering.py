@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Gap, Scores
+from probemon.monitor.escalation import Escalate
 from probemon.monitor.result import Result
 from probemon.monitor.rules import Event, Rule
 from probemon.serving.answer_text import AnswerText
@@ -166,10 +167,12 @@ class Answering(StoppingCriteria):
 
     def _own(self, rule: Rule) -> Rule:
         """Return a rule of the deployment that acts on this answer."""
-        action = (
-            rule.action if rule.action == "raise" else partial(self._met, "stop" if rule.action == "stop" else "tell")
-        )
         on_blind = partial(self._met, "stop") if rule.on_blind == "stop" else rule.on_blind
+        action = rule.action
+        if isinstance(action, Escalate):
+            action = action.telling(lambda event, ruling: self._met("stop" if ruling == "stop" else "tell", event))
+        elif action != "raise":
+            action = partial(self._met, "stop" if action == "stop" else "tell")
         return replace(rule, action=action, on_blind=on_blind)
 
     def _met(self, action: str, event: Event) -> None:

@@ -20,6 +20,7 @@ from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.deployment import Deployment
+from probemon.monitor.escalation import check_judges
 from probemon.monitor.rules import Rule, make_rules
 from probemon.serving.limits import Limits
 from probemon.serving.requests import Request, WantedRule, Watch
@@ -38,12 +39,6 @@ def check_serves(deployment: Deployment) -> None:
         raise ConfigError(
             f"{deployment.path.name} has sinks, which take the tokens of one run: a server's tokens go to whoever reads"
             " /v1/probemon/events. Leave them out"
-        )
-    judged = [at for at, rule in enumerate(deployment.content.get("rules", ())) if rule["action"] == "escalate"]
-    if judged:
-        raise ConfigError(
-            f"{deployment.path.name}: rules[{judged[0]}] asks a judge, which a server cannot do yet: give it the action"
-            " record or stop"
         )
 
 
@@ -83,6 +78,7 @@ class Served:
             deployment.check_host(manager.pack, model)
             check_serves(deployment)
             self.rules = deployment.rules(manager.pack)
+            check_judges(self.rules, tokenizer)
             self._check_room([])
         ends = model.generation_config.eos_token_id
         self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])

@@ -13,6 +13,7 @@ Judges run in threads of their own. docs/second_opinion.md says what is bounded,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class Escalate:
     n_workers: int = 2
     max_waiting: int = 16
     desk: Desk = field(init=False, repr=False, compare=False)
+    told: Callable[[Event, str], object] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         check_callable("judge", self.judge)
@@ -80,6 +82,14 @@ class Escalate:
         check_count("last_tokens", self.last_tokens, least=1, remedy="it counts tokens, so give 1 or more")
         n_workers = check_count("n_workers", self.n_workers, least=1, remedy="it counts threads, so give 1 or more")
         object.__setattr__(self, "desk", Desk(n_workers, check_count("max_waiting", self.max_waiting)))
+
+    def telling(self, told: Callable[[Event, str], object]) -> Escalate:
+        """Return the same, with the same workers, which calls `told(event, "pass" or "stop" or "raise")` in the thread
+        that generates, when that follows.
+        """
+        same = copy(self)
+        object.__setattr__(same, "told", told)
+        return same
 
 
 def check_judges(rules: Iterable[Rule], tokenizer: Any) -> None:

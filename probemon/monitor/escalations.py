@@ -1,6 +1,6 @@
 """Escalations: the questions of one run to its judges, and what follows from their verdicts.
 
-escalations = Escalations(tokenizer, act, join, tell)
+escalations = Escalations(tokenizer, follow, join, tell)
 escalations.ask(escalate, event, generation)        # when a rule is met: returns at once
 escalations.settle(generation)                      # once a batch was judged: holds, and does what verdicts say
 escalations.close(wait=True)                        # with the run: no question stays open
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.monitor.escalation import HOLD, PASS, STOP, Escalate, Question
+from probemon.monitor.escalation import HOLD, STOP, Escalate, Question
 from probemon.monitor.judge_desk import LATE, NOT_ASKED, Asked, Verdict
 from probemon.monitor.rules import Event
 from probemon.tracking.align import NO_ID
@@ -62,18 +62,18 @@ class Escalations:
     """A judge that fails holds a generation for `within` seconds at most, however many questions there are: what was
     waited for in vain counts for all that come after.
 
-    `act("stop" or "raise", event, generation)`: does it, in the thread that generates.
+    `follow(escalate, ruling, event, generation)`: does what was ruled, in the thread that generates.
     `join(before, after)`: `after` is the event `before` with its verdict. `tell(event)`: the same for followers.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        act: Callable[[str, Event, Generation], None],
+        follow: Callable[[Escalate, str, Event, Generation], None],
         join: Callable[[Event, Event], None],
         tell: Callable[[Event], None],
     ) -> None:
-        self.tokenizer, self._act, self.join, self.tell = tokenizer, act, join, tell
+        self.tokenizer, self._follow, self.join, self.tell = tokenizer, follow, join, tell
         self._lock = threading.Lock()  # guards what follows: threads that generate share it
         self._own: weakref.WeakKeyDictionary[Generation, _OfGeneration] = weakref.WeakKeyDictionary()
         self._asked: list[Asked] = []  # of which followers may not have heard yet
@@ -88,7 +88,7 @@ class Escalations:
             self._asked = [one for one in self._asked if not one.told.is_set()] + [asked]
         own.open.append(question)
         if escalate.meanwhile == STOP:
-            self._act(STOP, event, generation)
+            self._follow(escalate, STOP, event, generation)
         if escalate.meanwhile == HOLD and own.in_vain.get(id(escalate), 0.0) >= escalate.within:
             asked.fail(NOT_ASKED, f"this generation was held for {escalate.within:g} seconds without a verdict before")
         elif not escalate.desk.put(asked):
@@ -107,8 +107,8 @@ class Escalations:
                 asked.fail(LATE, f"no answer within {escalate.within:g} seconds")
             if asked.verdict is None:
                 still_open.append(question)
-            elif asked.verdict.ruling != PASS and escalate.meanwhile != STOP:
-                self._act(asked.verdict.ruling, question.event, generation)
+            elif escalate.meanwhile != STOP:
+                self._follow(escalate, asked.verdict.ruling, question.event, generation)
         own.open = still_open
 
     def close(self, wait: bool) -> None:

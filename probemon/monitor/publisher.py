@@ -66,7 +66,7 @@ class Publisher:
         self._reads = reads
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self._changing = threading.Lock()  # events come, and are replaced once a judge has ruled, in several threads
-        self._escalations = Escalations(tokenizer, self._do, self._join, followers.verdict)
+        self._escalations = Escalations(tokenizer, self._follow, self._join, followers.verdict)
         self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
@@ -246,6 +246,13 @@ class Publisher:
                 f" the last at {where}"
             )
             generation.raise_later(ConceptRaised(said, event), event.column)
+
+    def _follow(self, escalate: Escalate, ruling: str, event: Event, generation: Generation) -> None:
+        """Do what was ruled of an event, or is done meanwhile."""
+        if ruling != PASS:
+            self._do(ruling, event, generation)
+        if escalate.told is not None:
+            self._failures.call("who is told of verdicts", escalate.told, event, ruling)
 
     def _join(self, before: Event, after: Event) -> None:
         """Put an event with its verdict into the place of the one without, in any thread."""

@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
+from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
-from probemon.monitor.rules import Event, Rule
+from probemon.monitor.rules import Action, Event, Rule
 from probemon.serving.answer_text import AnswerText
 from probemon.serving.draws import Draws
 from probemon.serving.held import Held
@@ -195,13 +196,17 @@ class Answering(StoppingCriteria):
         """Return a rule of the deployment that acts on this answer; of one that stays the same, which goes on."""
         own = next((own for known, own in self._owned if known == rule), None)
         if own is None:
-            action = (
-                "raise" if rule.action == "raise" else partial(self._met, "stop" if rule.action == "stop" else "tell")
-            )
-            on_blind = partial(self._met, "stop") if rule.on_blind == "stop" else rule.on_blind
-            own = replace(rule, action=action, on_blind=on_blind)
+            own = replace(rule, action=self._acting(rule.action), on_blind=self._blind(rule.on_blind))
             self._owned.append((rule, own))
         return own
+
+    def _acting(self, action: Action) -> Action:
+        if isinstance(action, Escalate):
+            return action.telling(lambda event, ruling: self._met("stop" if ruling == "stop" else "tell", event))
+        return action if action == "raise" else partial(self._met, "stop" if action == "stop" else "tell")
+
+    def _blind(self, action: Action) -> Action:
+        return partial(self._met, "stop") if action == "stop" else action
 
     def _met(self, action: str, event: Event) -> None:
         told = self._told.event(event, self._choice, action)

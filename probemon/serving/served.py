@@ -22,6 +22,7 @@ from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
 from probemon.monitor.budget import Ladder
 from probemon.monitor.deployment import Deployment
+from probemon.monitor.escalation import check_judges
 from probemon.monitor.rules import make_rules
 from probemon.serving.held import Holding
 from probemon.serving.limits import Limits
@@ -45,12 +46,6 @@ def check_serves(deployment: Deployment) -> None:
     if "port" in deployment.content.get("metrics", {}):
         raise ConfigError(
             f"{deployment.path.name} has a port for metrics: a server shows them at /metrics of its own. Leave it out"
-        )
-    judged = [at for at, rule in enumerate(deployment.content.get("rules", ())) if rule["action"] == "escalate"]
-    if judged:
-        raise ConfigError(
-            f"{deployment.path.name}: rules[{judged[0]}] asks a judge, which a server cannot do yet: give it the action"
-            " record or stop"
         )
 
 
@@ -96,6 +91,7 @@ class Served:
             self.circuit = None if deployment.breaker is None else Circuit(deployment.breaker)
             metrics = deployment.metrics(manager.pack)
             self.metric_concepts = None if metrics is None else metrics["concepts"]
+            check_judges(self.holding.now.rules, tokenizer)
         ends = model.generation_config.eos_token_id
         self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])
         pad = model.generation_config.pad_token_id

@@ -10,6 +10,7 @@ about_pack(pack, "demo")
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class Told:
             "for_tokens": event.for_tokens,
             "aggregate": None if event.aggregate == "each" else event.aggregate,
             **({"blind": event.blind} if event.blind else {}),
+            **({} if event.verdict is None else {"verdict": asdict(event.verdict)}),
         }
 
     def summary(self, result: Result, stopped_by: Any, n_withheld: int) -> dict[str, Any]:

@@ -102,7 +102,7 @@ _ALL = (
         "probemon_events_total",
         "counter",
         ("action",),
-        "Events of rules, by what followed: record, stop, raise, call",
+        "Events of rules, by what followed: record, stop, raise, escalate, call",
     ),
     Family("probemon_gaps_total", "counter", (), "Gaps: columns that the host ran and our hooks did not see"),
     Family(

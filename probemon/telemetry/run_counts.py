@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Why a token is unseen: a closed set, the sentences are not.
 SEEN, BLIND, NOT_FINITE, BUDGET, FAILED, OTHER = REASONS = ("", "gap", "not_finite", "budget", "failed", "other")
 LAST_LEVEL = 15  # and all below it
-_CALL = "call"
+_OTHER = ("escalate", "call")
 
 
 class RunCounts(Follower):
@@ -64,7 +64,7 @@ class RunCounts(Follower):
         fired = family("probemon_fired_total")
         self._named = [fired.labels(pack.concepts[probe]["id"]) for probe in probes]
         events = family("probemon_events_total")
-        self._events = {action: events.labels(action) for action in (*ACTIONS, _CALL)}
+        self._events = {action: events.labels(action) for action in (*ACTIONS, *_OTHER)}
         sinks = family("probemon_sink_tokens_total")
         self._sinks = {"n_written": sinks.labels("written"), "n_dropped": sinks.labels("dropped")}
         self._sent = dict.fromkeys(self._sinks, 0)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from opentelemetry.sdk.trace import TracerProvider
@@ -14,12 +15,18 @@ from opentelemetry.trace import get_current_span
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from blinded import Blinded
 from conftest import OLDEST, PAD
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
+from probemon.core.scores import Scores
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.escalation import Escalate
+from probemon.monitor.escalations import last_ids
 from probemon.monitor.followers import Follower
+from probemon.monitor.judge_desk import Asked
+from probemon.tracking.align import PlacedTokens, SequenceColumns
+from probemon.tracking.recording import Recording
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
@@ -180,6 +187,23 @@ def test_a_held_streamer_hides_what_the_judge_stopped(manager, model, free):
     assert shown.ids == free[:7]
 
 
+@pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
+def test_a_judge_may_be_asked_of_what_was_not_seen(manager, model, free):
+    questions = []
+
+    def judge(question):
+        questions.append(question)
+        return "stop"
+
+    with manager.attach(model, on_gap=lambda gap: None) as run:
+        run.on("c9", above=0.9999999, action="record", on_blind=Escalate(judge, SLOW, "hold", "raise"))
+        with Blinded(model, lost={3}):
+            out = model.generate(PROMPT, **GREEDY)
+    [question], [event] = questions, run.events
+    assert question.event.blind and event.column == 7 and question.ids == tuple(free[:8])
+    assert event.verdict.ruling == "stop" and out[0].tolist() == free[: out.shape[1]] and out.shape[1] < 12
+
+
 # -- what the judge is shown ---------------------------------------------------------------------
 
 
@@ -199,6 +223,17 @@ def test_a_judge_is_shown_the_end_of_its_row_and_no_more(manager, model, last_to
         own = [int(token) for token, real in zip(out[row, : column + 1], [*MASK[row], *[1] * 14], strict=False) if real]
         assert list(question.ids) == own[-last_tokens:] and question.text == tokenizer.decode(own[-last_tokens:])
         assert question.event.verdict.ruling == "pending" and question.within == SLOW
+
+
+def test_the_end_of_a_row_is_up_to_the_token_of_the_event():
+    """Also where later tokens of it came in the same batch, and where an earlier batch has the beginning."""
+    recording = Recording(SequenceColumns(2), 0, n_probes=1)
+    scores = Scores.nothing(4, 1, "not scored here", 1)
+    for columns, ids, phase in (([0, 1, 0, 1], [10, 11, 20, 21], 0), ([2, 3, 2, 3], [12, 13, 22, 23], 1)):
+        rows, at = np.array([0, 0, 1, 1]), np.array(columns)
+        recording.add(PlacedTokens(rows, at, at, np.array(ids), phase), scores)
+    assert [last_ids(recording, 1, column, 2) for column in (0, 1, 2, 3)] == [(20,), (20, 21), (21, 22), (22, 23)]
+    assert last_ids(recording, 0, 2, 64) == (10, 11, 12)
 
 
 def test_a_judge_is_asked_in_the_span_of_the_caller(manager, model):
@@ -309,6 +344,15 @@ def test_what_is_answered_too_late_does_not_count(manager, model, free):
         assert answered.wait(SLOW)
         time.sleep(0.05)
         assert run.events[0].verdict.failure == "late" and run.events[0].verdict.ruling == "pass"
+
+
+def test_an_answer_after_the_limit_is_late_although_nobody_has_waited():
+    joined = []
+    asked = Asked(lambda: time.sleep(0.02) or "pass", within=0.01, on_failure="stop", join=joined.append, tell=list)
+    asked.answer()
+    asked.fail("not asked", "a second verdict")
+    assert joined == [asked.verdict] and asked.told.is_set()
+    assert (asked.verdict.ruling, asked.verdict.failure) == ("stop", "late") and asked.verdict.seconds > 0.01
 
 
 def test_who_goes_on_is_stopped_where_no_verdict_came_in_time(manager, model, free, hung):

@@ -15,10 +15,8 @@ from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.http_judge import PROMPT, HttpJudge
-from probemon.serving.served import check_serves
 
 IDS = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
@@ -199,9 +197,3 @@ def test_a_deployment_file_asks_a_judge_as_the_same_call_does(model, tmp_path):
     with pytest.raises(ConfigError, match="has no tokenizer"), manager.attach(model):
         pass
     assert n_hooks(model) == 0
-
-
-def test_a_server_says_that_it_asks_no_judge(model, tmp_path):
-    make_pack(tmp_path / "pack", model)
-    with pytest.raises(ConfigError, match=r"watch\.json: rules\[0\] asks a judge, which a server cannot do yet"):
-        check_serves(Deployment.read(file_of(tmp_path, "http://localhost:1/v1")))

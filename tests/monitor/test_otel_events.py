@@ -185,15 +185,24 @@ def test_requests_of_continuous_batching_are_found_by_their_id(model, pack, memo
         assert one.attributes["probemon.generation"] == generations[one.attributes["gen_ai.response.id"]]
 
 
-@pytest.mark.parametrize(("judge", "failure"), [(lambda question: ("pass", "what it thinks"), None), (exec, "error")])
-def test_a_verdict_is_an_event_of_its_own_without_the_judges_words(model, pack, memory, tracer, judge, failure):
+@pytest.mark.parametrize(
+    ("judge", "within", "failure"),
+    [
+        (lambda question: ("pass", "what it thinks"), 20.0, None),
+        (lambda question: 1 / 0, 20.0, "error"),
+        (lambda question: time.sleep(1), 0.4, "late"),  # which is known when the run ends, outside of the span
+    ],
+    ids=["judged", "error", "late"],
+)
+def test_a_verdict_is_an_event_of_its_own_without_the_judges_words(model, pack, memory, tracer, judge, within, failure):
     provider, records = memory
     with DynamicProbeManager(pack).attach(model) as run:
-        run.on("c1", above=0.0, action=Escalate(judge, 20.0, "hold", "stop"))
+        run.on("c1", above=0.0, action=Escalate(judge, within, "pass" if failure == "late" else "hold", "stop"))
         run.follow(OpenTelemetryEvents(provider=provider))
         with tracer.start_as_current_span("chat") as span:
             model.generate(PROMPTS[1:], **GREEDY)
-    met, verdict, _ = records()
+    met, verdict = (one for one in records() if one.attributes[NAME] == "probemon.c1")
+    assert len(records()) == 3
     assert {one.span_id for one in records()} == {span.get_span_context().span_id}
     of_verdict = {name: value for name, value in verdict.attributes.items() if name.startswith("probemon.verdict")}
     assert dict(met.attributes) == {k: v for k, v in verdict.attributes.items() if k not in of_verdict}

@@ -231,3 +231,48 @@ def test_a_budget_and_a_breaker_are_of_all_answers_together(parts):
     for _ in range(3):
         answer_of(served)
     assert served.ladder.rung > 0 and served.circuit.state == "closed"
+
+
+def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
+    rulings = {"stop": "stop", "pass": "pass", "mute": "I do not know"}
+    asked, word = [], "stop"
+
+    def judge(path, headers, body):
+        asked.append(json.loads(json.loads(body)["messages"][1]["content"]))
+        content = {"choices": [{"message": {"content": rulings[word]}}]}
+        return 200, "application/json", json.dumps(content).encode()
+
+    with answering(judge) as address:
+        rule = {
+            "concepts": ["c1"], "above": 0.0, "for_tokens": 3, "action": "escalate", "on_blind": "pass",
+            "judge": {"url": address, "model": "guard"}, "within": 20, "meanwhile": "hold", "on_failure": "raise",
+        }  # fmt: skip
+        served = served_by(parts, rule)
+        answers = {}
+        for word in rulings:
+            answers[word] = answer_of(served)
+        at_once = served_by(parts, {**rule, "meanwhile": "stop", "on_failure": "stop"})
+        word = "pass"
+        answers["at once"] = answer_of(at_once)
+    whole = answers["pass"][1]["choices"][0]["message"]["content"]
+    for name, ruling in (("stop", "stop"), ("pass", "pass"), ("at once", "pending")):
+        status, answer = answers[name]
+        [choice] = answer["choices"]
+        [event] = choice["message"]["probemon"]["events"]
+        stops = name != "pass"
+        assert status == 200 and choice["finish_reason"] == ("content_filter" if stops else "length")
+        assert event["action"] == ("stop" if stops else "tell") and event["verdict"]["ruling"] == ruling
+        assert (
+            whole.startswith(choice["message"]["content"]) and event["position"] == answer["usage"]["prompt_tokens"] + 2
+        )
+        assert answer["usage"]["completion_tokens"] == (4 if stops else 8)
+    status, failed = answers["mute"]
+    assert status == 500 and "ConceptRaised" in failed["error"]["message"]
+    assert len(asked) == 4 and {question["concept"] for question in asked} == {"concept 1"}
+
+
+def test_a_key_that_is_not_there_shows_before_the_server_begins(parts):
+    judge = {"url": "http://localhost:1/v1", "model": "guard", "key_env": "NO_SUCH_KEY"}
+    rule = {"concepts": ["c1"], "action": "escalate", "judge": judge, "within": 1, "on_blind": "pass"}
+    with pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"):
+        served_by(parts, {**rule, "meanwhile": "hold", "on_failure": "stop"})

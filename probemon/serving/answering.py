@@ -141,8 +141,8 @@ class Answering(StoppingCriteria):
                     for_tokens=rule.for_tokens,
                     aggregate=rule.aggregate,
                     action=partial(self._met, rule.action),
-                    # Where rules of a deployment let the run go on, those that a request relies on must not be silent.
-                    on_blind="raise" if held.rules else "pass",
+                    # Rules that a request relies on must not be silent. With `hold` the answer ends before that token.
+                    on_blind="pass" if self._hold else "raise",
                 )
             run.listen(self._scored)
             if served.telemetry is not None:

@@ -10,6 +10,7 @@ is not in `_OPEN` needs the token.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
@@ -88,7 +89,7 @@ class Guard:
         headers = _Headers(scope)
         host = (headers.only("host") or "").lower()
         matched = _HOST.fullmatch(host)
-        if matched is None or matched[1] not in self._hosts:
+        if matched is None or not (matched[1] in self._hosts or matched[1] == _address_reached(scope)):
             return 400, f"this server is not called {host!r:.100}: see probemon serve --allow-host", "host"
         origin = headers.values("origin")
         if origin and [one.lower() for one in origin] not in ([f"http://{host}"], [f"https://{host}"]):
@@ -115,6 +116,20 @@ class Guard:
 
     def _too_large(self) -> tuple[str, str]:
         return f"the body has more than {self._body_bytes:,} bytes: shorten it", "body_too_large"
+
+
+def _address_reached(scope: Scope) -> str | None:
+    """Return the address of this machine at which a request came, as a Host has it.
+
+    It is a name of the server, wherever that listens: a site that has its own name lead here can give no other.
+    """
+    try:
+        address = ipaddress.ip_address((scope.get("server") or ("",))[0].partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return f"[{address}]" if address.ipv4_mapped is None else str(address.ipv4_mapped)
 
 
 class _Headers:

@@ -43,6 +43,7 @@ class Holding:
 
     def __init__(self, manager: DynamicProbeManager, deployment: Deployment | None) -> None:
         self._manager, self._lock, self._answers = manager, threading.Lock(), list[Answer]()
+        self._reloading = threading.Lock()  # one after the other: what was read last holds
         self.now = Held() if deployment is None else Held(deployment, tuple(deployment.rules(manager.pack)))
         self.check_room([])
 
@@ -68,6 +69,12 @@ class Holding:
         Returns how many answers go on as they began, since rules of their requests are on what is now excluded. Raises
         `DeploymentError`, and changes nothing then.
         """
+        with self._reloading:
+            return self._reload()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _reload(self) -> int:
         before = self.now.deployment
         if before is None:
             raise ConfigError("this server has no deployment file that could be read again: start it with --deployment")

@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
+import torch
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from conftest import make_pack
@@ -11,6 +15,7 @@ from local_servers import answering
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError
 from probemon.monitor.deployment import Deployment
+from probemon.monitor.rungs import NAMES
 from probemon.serving.served import Served
 from running_server import LIMITS, Running, demo_tokenizer, tiny_host
 
@@ -276,3 +281,73 @@ def test_a_key_that_is_not_there_shows_before_the_server_begins(parts):
     rule = {"concepts": ["c1"], "action": "escalate", "judge": judge, "within": 1, "on_blind": "pass"}
     with pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"):
         served_by(parts, {**rule, "meanwhile": "hold", "on_failure": "stop"})
+
+
+@pytest.mark.filterwarnings(r"ignore:\d of \d generated tokens have no scores")
+@pytest.mark.parametrize("hold", [False, True], ids=["", "hold"])
+@pytest.mark.parametrize("why", ["scoring failed: RuntimeError", "hidden state is not finite"])
+def test_a_rule_of_a_request_is_never_silent_also_where_the_file_has_none(parts, monkeypatch, why, hold):
+    served, n_calls = served_by(parts, breaker={"errors": 1, "retry_after": 1000}), []
+    begin = served.manager.begin
+
+    def at_the_third_token(*arguments):
+        n_calls.append(None)
+        if len(n_calls) == 3 and why.startswith("scoring"):
+            raise RuntimeError("broken")
+        return begin(*arguments)
+
+    def lose(module, args, output):
+        return torch.full_like(output, torch.inf) if len(n_calls) == 2 and "finite" in why else None
+
+    running = Running(served, token=None)
+    monkeypatch.setattr(served.manager, "begin", at_the_third_token)
+    handle = served.model.model.embed_tokens.register_forward_hook(lose)
+    try:
+        own = {"hold": hold, "rules": [{"concept": "c2", "above": 0.99, "action": "stop"}]}
+        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+    finally:
+        handle.remove()
+        running.close()
+    content = json.loads(answer.content)
+    if hold:  # what cannot be judged is not shown
+        [choice] = content["choices"]
+        assert choice["finish_reason"] == "content_filter"
+        assert [token["unseen"] for token in choice["message"]["probemon"]["tokens"]] == [None, None]
+    else:
+        assert answer.status == 500 and why in content["error"]["message"]
+
+
+def test_a_rule_of_a_request_is_asked_on_whatever_rung_other_answers_are(parts):
+    served = served_by(parts, budget={"ms": 1e-6})
+    running, own = Running(served, token=None), {"rules": [{"concept": "c2", "above": 0.0}]}
+    try:
+        bodies = [{**BODY, "max_tokens": 48}] * 2 + [{**BODY, "probemon": own}]
+        answers = [running.ask("POST", "/v1/chat/completions", body, Authorization=None) for body in bodies]
+    finally:
+        running.close()
+    assert NAMES[served.ladder.rung] == NAMES[-1]
+    [event] = json.loads(answers[-1].content)["choices"][0]["message"]["probemon"]["events"]
+    assert event["concept"] == "c2"
+
+
+def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(parts, monkeypatch):
+    served, read, first_is_read, second_asks = served_by(parts), Deployment.read, Event(), Event()
+
+    def read_slowly(path):
+        deployment = read(path)
+        if not first_is_read.is_set():
+            first_is_read.set()
+            second_asks.wait(10)
+            time.sleep(0.2)
+        return deployment
+
+    deployment_of(parts[0], exclude=["c1"])
+    monkeypatch.setattr(Deployment, "read", read_slowly)
+    with ThreadPoolExecutor() as pool:
+        readings = [pool.submit(served.holding.reload)]
+        first_is_read.wait(10)
+        (parts[0] / "serve.json").write_text((parts[0] / "serve.json").read_text().replace('"c1"', '"c2"'))
+        readings.append(pool.submit(served.holding.reload))
+        second_asks.set()
+        assert [reading.result() for reading in readings] == [0, 0]
+    assert served.holding.now.exclude == ("c2",)

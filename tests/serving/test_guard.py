@@ -71,6 +71,21 @@ def test_body_that_a_form_could_send_is_refused(server, path, kind):
     assert server.ask("POST", path, BODY, Content_Type=kind).status == 415
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_server_at_every_address_is_called_by_the_one_at_which_it_was_reached(served, host):
+    running = Running(served, host=host)
+    try:
+        own = f"127.0.0.1:{running.port}"
+        for method, path in [*ROUTES[2:3], ROUTES[4], *OPEN]:
+            assert running.ask(method, path, Host=own, Origin=f"http://{own}").status == 200
+            assert running.ask(method, path, Host=own, Origin="http://127.0.0.1").status == 403
+            for other in ("evil.example", "127.0.0.2", "localhost", "127.0.0.1.evil.example"):
+                assert running.ask(method, path, Host=f"{other}:{running.port}").status == 400
+        assert running.ask("GET", "/v1/models", Authorization=None).status == 401
+    finally:
+        running.close()
+
+
 def test_own_names_and_origin_are_let_in(server):
     for name in ("localhost", "127.0.0.1", "LOCALHOST", "[::1]"):
         host = f"{name}:{server.port}"

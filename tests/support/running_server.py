@@ -39,13 +39,13 @@ def tiny_host(tokenizer):
 
 
 class Running:
-    """A server in a thread, on a port of its own."""
+    """A server in a thread, on a port of its own. It is asked at 127.0.0.1."""
 
-    def __init__(self, served, limits=LIMITS, token=TOKEN, **options):
+    def __init__(self, served, limits=LIMITS, token=TOKEN, host="127.0.0.1", **options):
         self.served, self.limits, self.token = served, limits, token
-        self.sock = open_socket("127.0.0.1", 0)
+        self.sock = open_socket(host, 0)
         self.port = self.sock.getsockname()[1]
-        self.app = make_app(served, limits, token=token, hosts=all_names("127.0.0.1", []))
+        self.app = make_app(served, limits, token=token, hosts=all_names(host, []))
         ready = threading.Event()
         self.server = make_server(self.app, ready.set, **options)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]})

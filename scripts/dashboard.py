@@ -146,6 +146,18 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             {"{{action}}": "60 * sum by (action) (rate(probemon_events_total{}[]))"},
         ),
+        Panel(
+            "Verdicts of judges",
+            "What they ruled, and why they did not, a minute.",
+            "short",
+            {"{{ruling}} {{failure}}": "60 * sum by (ruling, failure) (rate(probemon_verdicts_total{}[]))"},
+        ),
+        Panel(
+            "Time to a verdict",
+            "The mean.",
+            "s",
+            {"mean": "sum(rate(probemon_verdict_seconds_total{}[])) / sum(rate(probemon_verdicts_total{}[]))"},
+        ),
     ),
     "What was missed?": (
         Panel(

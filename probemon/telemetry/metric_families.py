@@ -104,6 +104,13 @@ _ALL = (
         ("action",),
         "Events of rules, by what followed: record, stop, raise, escalate, call",
     ),
+    Family(
+        "probemon_verdicts_total",
+        "counter",
+        ("ruling", "failure"),
+        "Verdicts of judges: what they rule (pass, stop, raise), or why on_failure did (late, error, not asked)",
+    ),
+    Family("probemon_verdict_seconds_total", "counter", (), "Time from events to the verdicts of judges"),
     Family("probemon_gaps_total", "counter", (), "Gaps: columns that the host ran and our hooks did not see"),
     Family(
         "probemon_forward_overhead_seconds", "histogram", (), "Time in our hooks, one observation a forward of the host"

@@ -20,6 +20,7 @@ from probemon.core.scores import COUNTS, PHASES, Gap, Scores
 from probemon.engine.audit import Audit
 from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
 from probemon.monitor.followers import Follower
+from probemon.monitor.judge_desk import FAILURES
 from probemon.monitor.rules import ACTIONS, Event
 from probemon.monitor.rungs import LEFT_OUT, NAMES
 from probemon.tracking.align import PlacedTokens
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 # Why a token is unseen: a closed set, the sentences are not.
 SEEN, BLIND, NOT_FINITE, BUDGET, FAILED, OTHER = REASONS = ("", "gap", "not_finite", "budget", "failed", "other")
 LAST_LEVEL = 15  # and all below it
-_OTHER = ("escalate", "call")
+_ESCALATE, _CALL = "escalate", "call"
 
 
 class RunCounts(Follower):
@@ -64,7 +65,9 @@ class RunCounts(Follower):
         fired = family("probemon_fired_total")
         self._named = [fired.labels(pack.concepts[probe]["id"]) for probe in probes]
         events = family("probemon_events_total")
-        self._events = {action: events.labels(action) for action in (*ACTIONS, *_OTHER)}
+        self._events = {action: events.labels(action) for action in (*ACTIONS, _ESCALATE, _CALL)}
+        self._rulings: dict[tuple[str, str], Any] = {}
+        self._verdicts, self._judged = family("probemon_verdicts_total"), family("probemon_verdict_seconds_total")
         sinks = family("probemon_sink_tokens_total")
         self._sinks = {"n_written": sinks.labels("written"), "n_dropped": sinks.labels("dropped")}
         self._sent = dict.fromkeys(self._sinks, 0)
@@ -114,6 +117,19 @@ class RunCounts(Follower):
     def event(self, event: Event, action: str) -> None:
         """Count an event of a rule."""
         self._events[action].inc()
+        if action == _ESCALATE and not self._rulings:  # from 0, so that the first failure is a rise
+            self._rulings = {
+                (ruling, failure): self._verdicts.labels(ruling, failure)
+                for ruling in ("pass", "stop", "raise")
+                for failure in ("", *FAILURES)
+            }
+
+    def verdict(self, event: Event) -> None:
+        """Count what a judge said of an event, or that it did not."""
+        verdict = event.verdict
+        assert verdict is not None
+        self._rulings[verdict.ruling, verdict.failure].inc()
+        self._judged.inc(verdict.seconds)
 
     def forward(self, time: ForwardTime) -> None:
         """Observe what a forward cost."""

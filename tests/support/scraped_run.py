@@ -11,6 +11,7 @@ from probemon import DynamicProbeManager
 from probemon.monitor.breaker import Breaker
 from probemon.monitor.budget import Budget
 from probemon.monitor.drift import DriftMonitor
+from probemon.monitor.escalation import Escalate
 from probemon.monitor.sinks import MemorySink
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.exposition import served
@@ -42,6 +43,7 @@ def scraped_run(folder):
             manager.attach(moe, routing=True, drift=DriftMonitor(manager), budget=Budget(ms=1e6), breaker=Breaker())
         )
         run.on("c1", above=0.0, action="record")
+        run.on("c2", above=0.0, action=Escalate(lambda question: "pass", 5.0, meanwhile="pass", on_failure="pass"))
         run.follow(metrics)
         run.add_sink(MemorySink())
         port = stack.enter_context(served(metrics.registry, 0))

@@ -16,12 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from blinded import Blinded
 from conftest import make_model, make_pack
+from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.breaker import Breaker
 from probemon.monitor.budget import Budget, Ladder
 from probemon.monitor.drift import DriftMonitor
+from probemon.monitor.escalation import Escalate
 from probemon.monitor.rungs import DEPTH, NAMES, OFF
 from probemon.monitor.sinks import CallbackSink, MemorySink
 from probemon.telemetry import RoutingMonitor, Rule
@@ -158,6 +160,26 @@ def test_open_runs_events_failures_and_what_sinks_took(model, pack):
     assert of(found, "probemon_sink_tokens_total", what="written") == n
     assert of(found, "probemon_sink_tokens_total", what="dropped") == n
     assert of(found, "probemon_failures_total") == run.n_failures == 1 and of(found, "probemon_runs") == 0
+
+
+def test_verdicts_of_judges_are_counted_with_what_became_of_those_that_failed(model, pack):
+    def fails(question):
+        raise ValueError("broken")
+
+    metrics = fresh()
+    with DynamicProbeManager(pack).attach(model, make_tokenizer()) as run:
+        run.on("c1", above=0.0, action=Escalate(lambda question: "pass", 30.0, meanwhile="hold", on_failure="stop"))
+        run.on("c2", above=0.0, action=Escalate(fails, 30.0, meanwhile="hold", on_failure="pass"))
+        run.follow(metrics)
+        generate(model)
+    found, verdicts = read(metrics), [event.verdict for event in run.events]
+    n_judged, n_failed = (sum(bool(one.failure) == failed for one in verdicts) for failed in (False, True))
+    assert of(found, "probemon_events_total", action="escalate") == len(verdicts) == n_judged + n_failed
+    assert of(found, "probemon_verdicts_total", ruling="pass", failure="") == n_judged > 0
+    assert of(found, "probemon_verdicts_total", ruling="pass", failure="error") == n_failed > 0
+    assert of(found, "probemon_verdicts_total", ruling="stop", failure="late") == 0
+    assert of(found, "probemon_verdict_seconds_total") == pytest.approx(sum(one.seconds for one in verdicts))
+    assert run.n_failures == 0
 
 
 def test_gaps_and_why_tokens_were_not_seen_are_told_in_a_closed_set(model, pack):
@@ -442,6 +464,7 @@ def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_
     host, metrics = make_moe(), fresh("c1")
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", host), audit_rate=1.0)
     with manager.attach(host, routing=True, budget=Budget(ms=1e6), drift=DriftMonitor(manager)) as run:
+        run.on("c2", above=0.0, action=Escalate(lambda question: "pass", 30.0, meanwhile="hold", on_failure="stop"))
         run.follow(metrics)
         generate(host)
     text = metrics.text()[0].decode()

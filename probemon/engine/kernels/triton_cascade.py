@@ -272,11 +272,10 @@ class DeviceCascade:
         self._most_members = int(groups.sizes.max(initial=0))
         self._groups = [put(groups.of), put(groups.ptr), put(groups.members if len(groups) else [0])]
         # What must be active with a probe: all above it by the path rule, and the members of all their groups.
-        with_it = [
-            {int(mate) for own in (p, *(tree.ancestors(p) if plan.path_rule else ())) for mate in groups.mates(own)}
-            - {p}
-            for p in range(tree.n)
-        ]
+        with_it = [{p, *tree.ancestors(p)} if plan.path_rule else {p} for p in range(tree.n)]
+        if len(groups):
+            with_it = [{mate for own in probes for mate in groups.mates(own).tolist()} for probes in with_it]
+        with_it = [probes - {p} for p, probes in enumerate(with_it)]
         self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(probes) for probes in with_it])]))
         self._anc_idx = put(np.asarray([p for probes in with_it for p in sorted(probes)] or [0]))
         self._start, self._exempt = put(plan.start), put(plan.exempt)

@@ -59,6 +59,13 @@ def _calibrations(pack: ProbePack) -> list[dict[str, Any]]:
     return (pack.manifest.get("provenance") or {}).get("calibrations") or []
 
 
+def _groups(pack: ProbePack) -> list[list[str]]:
+    """Return the ids of the members of each softmax group."""
+    groups = pack.tree.groups
+    parts = np.split(groups.members, groups.ptr[1:-1]) if len(groups) else []
+    return [[pack.concepts[probe]["id"] for probe in part.tolist()] for part in parts]
+
+
 def _of(stated: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     """Return what is stated under some names, each in words."""
     return [
@@ -81,6 +88,7 @@ def _as_dict(pack: ProbePack) -> dict[str, Any]:
         "weight_bytes": pack.weight_bytes(),
         "score_rule": pack.score_rule,
         "scope": pack.scope,
+        "softmax_groups": _groups(pack),
         "inputs": manifest["inputs"],
         "counts_per_level": manifest.get("counts_per_level"),
         "recommended": pack.recommended,
@@ -114,6 +122,13 @@ def _show(pack: ProbePack) -> None:
         f" {', '.join(pack.sites)}; {manifest['licence']}"
     )
     _show_levels(pack)
+    groups = _groups(pack)
+    if groups:
+        first = f"{groups[0][0]} and {len(groups[0]) - 1} more"
+        say(
+            f"{sum(map(len, groups))} probes in {len(groups)} softmax group{'s' if len(groups) > 1 else ''} ({first},"
+            " for example): within each, scores add up to 1"
+        )
     stated = manifest.get("quality") or {}
     figures = [f"{about}: {', '.join(values)}" for about, names in _OVERALL.items() if (values := _of(stated, names))]
     trained = stated.get("concepts")  # of packs that probemon train made

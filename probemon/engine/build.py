@@ -41,8 +41,6 @@ def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.devic
             if impl is not None:
                 raise
             chosen, why = "cpu", f"of another: {error}"
-    if chosen == "triton" and any(len(pack.tree.groups) for pack in packs):
-        why += "; packs with softmax groups are descended round by round, since no kernel there descends over them"
     return chosen, why
 
 

@@ -125,8 +125,10 @@ def _admit(plan: CascadePlan, new: Mask, active: Mask, expanded: Mask, scores: F
     room = plan.config.max_loaded_probes - int(active.sum())
     for child in candidates[np.lexsort((candidates, -best))].tolist():
         above = tree.ancestors(child) if plan.path_rule else set()
-        bundle = [p for own in {child, *above} for p in tree.groups.mates(own).tolist()]
-        bundle = [p for p in dict.fromkeys(bundle) if not active[p] and not admitted[p]]
+        bundle = [child, *above]
+        if len(tree.groups):
+            bundle = list({mate for own in bundle for mate in tree.groups.mates(own).tolist()})
+        bundle = [p for p in bundle if not active[p] and not admitted[p]]
         if len(bundle) <= room:
             admitted[bundle] = True
             room -= len(bundle)

@@ -160,7 +160,7 @@ class PairScorer:
             return unfinished
         members = np.flatnonzero(grouped)
         order, starts = self.groups.segments(at[members], probes[members])
-        unfinished[members[order]] = group_scores(unfinished[members[order]], starts, impl=self.impl)
+        unfinished[members[order]] = group_scores(unfinished[members[order]], starts, self.device, impl=self.impl)
         return unfinished
 
 

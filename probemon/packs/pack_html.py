@@ -39,6 +39,7 @@ def _parts(pack: OpenedPack) -> Iterator[Element]:
         "p",
         f"{pack.n_probes:,} probes ({pack.architecture}, {str(pack.dtype).removeprefix('torch.')}, rule",
         f" {pack.score_rule}{'' if pack.scope == HERE else ', of all tokens so far'},"
+        f"{f' {len(pack.tree.groups):,} softmax groups,' if len(pack.tree.groups) else ''}"
         f" {pack.weight_bytes() / 1e6:,.1f} MB) for ",
         element("bdi", clip(str(host.get("model_id") or "a host that is not stated"), 120)),
         f", at {clip(reads, 200)}",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+import grouped_packs
 from conftest import make_model, make_pack
 from nets import SHAPES, oracle, weights
 from probemon import DynamicProbeManager
@@ -50,6 +51,26 @@ def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d,
             : int(torch.randint(1, len(rows), (1,), generator=generator))
         ].cuda()
         assert torch.equal(score_probes(x.cuda(), device, rows[chosen], slots[chosen], impl="triton"), whole[chosen])
+
+
+@pytest.mark.parametrize("rule", ["independent", "path"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_softmax_groups_on_a_gpu_are_those_of_the_cpu(tmp_path, shape, rule):
+    pack = grouped_packs.write(tmp_path / "pack", shape, torch.bfloat16, rule)
+    settings = {"strategy": "descent", "load_threshold": 0.2, "keep_top_k": 3}
+    here, there = (DynamicProbeManager(pack, device=device, **settings) for device in ("cpu", "cuda"))
+    generator, states = torch.Generator().manual_seed(6), [None, None]
+    for _ in range(8):  # the last ones by a graph
+        hidden = torch.randn(3, pack.architecture.hidden_size, generator=generator)
+        (states[0], mine), (states[1], theirs) = (
+            manager.step(state, hidden) for manager, state in zip((here, there), states, strict=True)
+        )
+        assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes)
+        assert np.abs(mine.values - theirs.values).max() < 1e-6
+        assert np.array_equal(states[0].retained, states[1].retained)
+        everything = there.score_all(hidden).numpy()
+        for row in range(3):
+            assert np.array_equal(theirs.active_scores(row), everything[row, theirs.active(row)])  # bit for bit
 
 
 def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):

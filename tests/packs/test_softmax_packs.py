@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from conftest import HIDDEN
 from forging import forge
 from grouped_packs import GROUPS, everything_by_fp64, write
 from probemon import DynamicProbeManager, ProbePack
+from probemon.cli.app import app
 from probemon.core.probes import Architecture
 from probemon.errors import HierarchyError, PackCorrupt, PackError, PackVersionError
 from probemon.packs.diff import pack_diff
@@ -201,3 +203,11 @@ def test_hierarchies_keep_groups_together_and_bounds_refuse_them(grouped, tmp_pa
     assert groups_by_id(flat) == GIVEN
     with pytest.raises(PackError, match="for it has softmax groups: no bound is known"):
         propose(flat)
+
+
+def test_what_is_shown_of_a_pack_says_its_groups(grouped):
+    shown = CliRunner().invoke(app, ["inspect", str(grouped.directory), "--json"])
+    assert {frozenset(group) for group in json.loads(shown.stdout)["softmax_groups"]} == GIVEN
+    text = " ".join(CliRunner().invoke(app, ["inspect", str(grouped.directory)]).stdout.split())
+    assert "10 probes in 4 softmax groups (c2 and 2 more, for example): within each, scores add up to 1" in text
+    assert "rule independent, 4 softmax groups," in " ".join(grouped._repr_html_().split())

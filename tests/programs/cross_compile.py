@@ -15,9 +15,17 @@ from triton.compiler import ASTSource
 from probemon.core.probes import input_dtype
 from probemon.engine.kernels import triton_cascade as cascade
 from probemon.engine.kernels import triton_pairs as kernels
+from probemon.engine.kernels import triton_softmax as softmax
 
 WEIGHTS = ("w1_ptr", "w2_ptr", "w3_ptr")
-FLOATS = (*(f"{kind}{i}_ptr" for kind in "sb" for i in (1, 2, 3)), "parts_ptr", "own_ptr", "score_ptr", "threshold_ptr")
+FLOATS = (
+    *(f"{kind}{i}_ptr" for kind in "sb" for i in (1, 2, 3)),
+    "parts_ptr",
+    "own_ptr",
+    "score_ptr",
+    "threshold_ptr",
+    "z_ptr",
+)
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.int8: "i8"}
 
 
@@ -69,7 +77,7 @@ def cases(arch):
             "ROWS": kernels.PAIRS,
             "BLOCK_H2": 1,
             "BLOCK_PARTS": 1,
-            "LOGITS": False,
+            "LOGITS": dtype == torch.float32,
         }
         yield f"cascade: score linear 4096 {dtype}", cascade._score, linear, dtype
         yield (
@@ -87,6 +95,8 @@ def cases(arch):
         for opens in (0, 1, 2):
             constants = {"PATH": path, "CLOSE": close, "OPEN": opens, "BLOCK": 64}
             yield f"cascade: expand {constants}", cascade._expand, constants, torch.float32
+    yield "cascade: share", cascade._share, {"BLOCK": 64}, torch.float32
+    yield "shares of pairs", softmax._shares, {"BLOCK": 64}, torch.float32
     for cap in (16, 512, 1024):
         yield f"cascade: finish {cap}", cascade._finish, {"BLOCK_CAP": cap}, torch.float32
 

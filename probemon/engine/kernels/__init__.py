@@ -2,7 +2,7 @@
 
     scores = score_probes(hidden, weights, rows, slots, impl="numba")
     logits = probe_logits(hidden, weights, rows, slots, impl="numba")     # of members of softmax groups
-    scores = group_scores(logits, starts, impl="numba")                   # which begin at `starts`
+    scores = group_scores(logits, starts, device, impl="numba")           # which begin at `starts`
 
 `reference` is eager torch that gathers weights: the meaning, not the speed. `cpu` (torch) and `numba` read weights
 where they lie. `triton` is one fused kernel. Each is bitwise reproducible: a pair's score depends on its hidden state
@@ -139,16 +139,20 @@ def probe_logits(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     return logits_triton(hidden, weights, rows, slots)
 
 
-def group_scores(logits: Floats, starts: Ints, *, impl: str) -> Floats:
+def group_scores(logits: Floats, starts: Ints, device: torch.device, *, impl: str) -> Floats:
     """Return the softmax [M] of logits [M] on the host over segments, which begin at `starts`, each a whole group.
 
-    `numba` has one of its own, since its descent has no other, and both must agree to the last bit.
+    `numba` and `triton` have their own: a whole descent of theirs has no other, and both must agree to the last bit.
     """
-    if impl != "numba":
-        return softmax(logits, starts)
-    from probemon.engine.kernels.numba_cpu import softmax_numba
+    if impl == "numba":
+        from probemon.engine.kernels.numba_cpu import softmax_numba
 
-    return softmax_numba(logits, starts)
+        return softmax_numba(logits, starts)
+    if impl == "triton":
+        from probemon.engine.kernels.triton_softmax import softmax_triton
+
+        return softmax_triton(logits, starts, device)
+    return softmax(logits, starts)
 
 
 def _checked(hidden: Tensor, weights: Mapping[str, Tensor], impl: str) -> Tensor:

@@ -5,12 +5,13 @@
     step.overflowed.any()   # these states have more active probes than fit: they are descended again elsewhere
 
 `_begin` lists the probes that are active from the start. Then two kernels take turns: `_score` scores the newest
-entries of each state's list, `_expand` turns their scores into path scores, marks the children of those that open and
-appends them. As many rounds are launched as the hierarchy has ranks, a fixed number that can be captured. That is
-enough, except for the path rule over several parents: a child brings missing ancestors, which may open later
-themselves. There a state that could still open something after the last round overflows. The order of a list may change
-from run to run, its members do not: whichever program marks a child first appends it. `_finish` keeps the best, by a
-sort of (score, id) packed into one key, so ties fall as on the host.
+entries of each state's list (their logits where there are softmax groups, of which `_share` makes scores), `_expand`
+turns their scores into path scores, marks the children of those that open and appends them. As many rounds are launched
+as the hierarchy has ranks, a fixed number that can be captured. That is enough, except for the path rule over several
+parents: a child brings missing ancestors, which may open later themselves. There a state that could still open
+something after the last round overflows. The order of a list may change from run to run, its members do not: whichever
+program marks a child first appends it. `_finish` keeps the best, by a sort of (score, id) packed into one key, so ties
+fall as on the host.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -33,7 +34,9 @@ from probemon.engine.kernels.triton_pairs import (
     layered_meta,
     linear_scores,
     part_of_probe,
+    score_of,
 )
+from probemon.engine.kernels.triton_softmax import share_of
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,6 +130,34 @@ def _score(
                 parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
                 D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
             )  # fmt: skip
+
+
+@triton.jit
+def _share(
+    ids_ptr, own_ptr, score_ptr, begin_ptr, count_ptr, of_ptr, ptr_ptr, members_idx, P, CAP, MOST, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Turn the logits of state b's newest entries, `own [B, CAP]`, into scores; `score [B, P]` holds logits meanwhile.
+    A group is among them whole, unless the state overflows.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    ids_ptr, own_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, score_ptr + b * P
+    begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
+    i = tl.arange(0, BLOCK)
+    for s in range(begin, count, BLOCK):
+        inside = s + i < count
+        ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+        tl.store(score_ptr + ids, tl.load(own_ptr + s + i, mask=inside, other=0.0), mask=inside)
+    tl.debug_barrier()  # every logit is there
+    for s in range(begin, count, BLOCK):
+        inside = s + i < count
+        ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+        z = tl.load(own_ptr + s + i, mask=inside, other=0.0)
+        group = tl.load(of_ptr + ids, mask=inside, other=-1)
+        grouped = inside & (group >= 0)
+        first = tl.load(ptr_ptr + group, mask=grouped, other=0)
+        last = tl.load(ptr_ptr + group + 1, mask=grouped, other=0)
+        share = share_of(z, score_ptr, members_idx, first, last, grouped, MOST, BLOCK)
+        tl.store(own_ptr + s + i, tl.where(grouped, share, score_of(tl.where(grouped, 0.0, z), False)), mask=inside)
 
 
 @triton.jit
@@ -237,9 +268,16 @@ class DeviceCascade:
         self.keep = min(plan.config.keep_top_k, self.cap) if plan.config.aggressive_pruning else self.cap
         self.n_kept = max(1, self.keep)
         self._close = plan.path_rule and not tree.is_tree
-        ancestors = [sorted(tree.ancestors(p)) for p in range(tree.n)] if plan.path_rule else [[]] * tree.n
-        self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(a) for a in ancestors])]))
-        self._anc_idx = put(np.asarray([a for above in ancestors for a in above] or [0]))
+        groups = tree.groups
+        self._most_members = int(groups.sizes.max(initial=0))
+        self._groups = [put(groups.of), put(groups.ptr), put(groups.members if len(groups) else [0])]
+        # What must be active with a probe: all above it by the path rule, and the members of all their groups.
+        with_it = [{p, *tree.ancestors(p)} if plan.path_rule else {p} for p in range(tree.n)]
+        if len(groups):
+            with_it = [{mate for own in probes for mate in groups.mates(own).tolist()} for probes in with_it]
+        with_it = [probes - {p} for p, probes in enumerate(with_it)]
+        self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(probes) for probes in with_it])]))
+        self._anc_idx = put(np.asarray([p for probes in with_it for p in sorted(probes)] or [0]))
         self._start, self._exempt = put(plan.start), put(plan.exempt)
         sizes = [at.stop - at.start for at in tree.rank_slices]
         self._rank = put(np.repeat(np.arange(len(sizes)), sizes))
@@ -259,10 +297,8 @@ class DeviceCascade:
 
     @staticmethod
     def fits(plan: CascadePlan) -> bool:
-        """Whether a state's active probes are few enough to be sorted by one program, and none is of a softmax group:
-        the sum over one is not made here.
-        """
-        return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST and not len(plan.tree.groups)
+        """Whether a state's active probes are few enough to be sorted by one program."""
+        return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
 
     def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> DeviceDescent:
         """Enqueue the descent of x `[I * N, D]` in the pack's dtype, and wait for nothing. `retained [N, R]`: int32
@@ -304,16 +340,21 @@ class DeviceCascade:
         path, x, before = self._plan.path_rule, x.contiguous(), before.contiguous()
         _begin[(n_states,)](
             self._start, len(self._start), before, self._anc_ptr, self._anc_idx, ids, mark, begin, count, over,
-            n_probes, cap, before.shape[1], self._limit, CLOSE=path, BLOCK=_BLOCK,
+            n_probes, cap, before.shape[1], self._limit, CLOSE=path or self._most_members > 0, BLOCK=_BLOCK,
         )  # fmt: skip
         layers, scaled = arguments_of(weights), "w1_scale" in weights
-        meta = layered_meta(h1, h2, d, n_layers, scaled) | ({"ROWS": PAIRS} if n_layers == 1 else {})
+        grouped = self._most_members > 0
+        meta = layered_meta(h1, h2, d, n_layers, scaled, grouped) | ({"ROWS": PAIRS} if n_layers == 1 else {})
         n_programs = cap * n_parts if n_layers > 1 else triton.cdiv(cap, PAIRS)
         for at in range(self._n_rounds + 1):
             _score[(n_programs, n_states)](
                 x, *layers, ids, self._input_of, begin, count, parts, arrived, own,
                 n_states, cap, d, h1, h2, n_parts, **meta,
             )  # fmt: skip
+            if grouped:
+                _share[(n_states,)](
+                    ids, own, score, begin, count, *self._groups, n_probes, cap, self._most_members, BLOCK=_BLOCK
+                )
             _expand[(n_states,)](
                 ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr,
                 self._child_idx, self._parent_ptr, self._parent_idx, self._anc_ptr, self._anc_idx,

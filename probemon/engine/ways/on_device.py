@@ -63,7 +63,7 @@ class OnDevice:
         entry = self._by_plan.get(id(plan))  # the plan is kept with them, so that its id is its own
         if entry is None:
             steps = None
-            if DeviceCascade.fits(plan):  # no plan over softmax groups does
+            if DeviceCascade.fits(plan):
                 cascade = DeviceCascade(plan, self._scores.weights(), self._scores.block_of)
                 steps = DeviceSteps(cascade, self._pack.n_probes, self.side)
             self._scores.check_weights()  # before their first use, whichever will be reached

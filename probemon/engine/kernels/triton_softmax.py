@@ -1,0 +1,71 @@
+"""Softmax groups on a GPU: the share of each logit in the softmax over the members of its group.
+
+    scores = softmax_triton(logits, starts, device)          # of pairs, group by group
+
+Sums run in fp64 over a group's members in their order, one after another, so a share has the same bits wherever it is
+computed: here, and within a descent on the device (`triton_cascade`).
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from probemon.core.softmax_groups import Floats, Ints
+
+_BLOCK = 64  # pairs of a program
+
+
+@triton.jit
+def share_of(z, z_ptr, members_idx, first, last, inside, MOST, BLOCK: tl.constexpr):
+    """Return the shares of logits `z [BLOCK]` among those at `z_ptr + members_idx[first:last]`, `MOST` at most; of what
+    has no members, 1.
+    """
+    grouped = inside & (first < last)
+    top = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
+    for e in range(0, MOST):
+        linked = grouped & (first + e < last)
+        member = tl.load(members_idx + first + e, mask=linked, other=0)
+        other = tl.load(z_ptr + member, mask=linked, other=float("-inf")).to(tl.float64)
+        top = tl.where((other > top) | (other != other), other, top)
+    top = tl.where(grouped, top, 0.0)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for e in range(0, MOST):
+        linked = grouped & (first + e < last)
+        member = tl.load(members_idx + first + e, mask=linked, other=0)
+        other = tl.load(z_ptr + member, mask=linked, other=0.0).to(tl.float64)
+        total += tl.where(linked, tl.exp(tl.where(linked, other - top, 0.0)), 0.0)
+    power = tl.exp(tl.where(grouped, z.to(tl.float64) - top, 0.0))
+    return (power / tl.where(grouped, total, 1.0)).to(tl.float32)
+
+
+@triton.jit
+def _shares(z_ptr, members_idx, first_ptr, last_ptr, out_ptr, M, MOST, BLOCK: tl.constexpr):
+    """Compute the shares of M logits, each among those of its segment."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < M
+    z = tl.load(z_ptr + i, mask=inside, other=0.0)
+    first, last = tl.load(first_ptr + i, mask=inside, other=0), tl.load(last_ptr + i, mask=inside, other=0)
+    tl.store(out_ptr + i, share_of(z, z_ptr, members_idx, first, last, inside, MOST, BLOCK), mask=inside)
+
+
+def softmax_triton(logits: Floats, starts: Ints, device: torch.device) -> Floats:
+    """Return the softmax [M] fp32 of logits [M] on the host over segments, which begin at `starts`."""
+    sizes = np.diff(starts, append=len(logits))
+
+    def put(values: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
+
+    z, out = torch.from_numpy(logits).to(device), torch.empty(len(logits), dtype=torch.float32, device=device)
+    with torch.cuda.device_of(z):  # Triton launches on the current device
+        _shares[(triton.cdiv(len(logits), _BLOCK),)](
+            z, put(np.arange(len(logits))), put(np.repeat(starts, sizes)), put(np.repeat(starts + sizes, sizes)), out,
+            len(logits), int(sizes.max(initial=0)), BLOCK=_BLOCK,
+        )  # fmt: skip
+    scores: Floats = out.cpu().numpy()
+    return scores

@@ -153,9 +153,23 @@ def make_rules(
     ]
 
 
+@dataclass(frozen=True)
+class Named:
+    """A callable action that is told as what it does, "stop" say, and not as a call."""
+
+    name: str
+    call: Callable[[Event], object]
+
+    def __call__(self, event: Event) -> object:
+        """Call it."""
+        return self.call(event)
+
+
 def named_action(action: Action) -> str:
     """Return the name by which an action is told."""
-    return action if isinstance(action, str) else "escalate" if isinstance(action, Escalate) else "call"
+    if isinstance(action, (str, Named)):
+        return action if isinstance(action, str) else action.name
+    return "escalate" if isinstance(action, Escalate) else "call"
 
 
 def check_beams(rules: Sequence[Rule]) -> None:

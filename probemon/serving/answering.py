@@ -23,7 +23,7 @@ from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
-from probemon.monitor.rules import Action, Event, Rule
+from probemon.monitor.rules import Action, Event, Named, Rule
 from probemon.serving.answer_text import AnswerText
 from probemon.serving.draws import Draws
 from probemon.serving.held import Held
@@ -140,7 +140,7 @@ class Answering(StoppingCriteria):
                     above=rule.above,
                     for_tokens=rule.for_tokens,
                     aggregate=rule.aggregate,
-                    action=partial(self._met, rule.action),
+                    action=Named("stop" if rule.action == "stop" else "record", partial(self._met, rule.action)),
                     # Rules that a request relies on must not be silent. With `hold` the answer ends before that token.
                     on_blind="pass" if self._hold else "raise",
                 )
@@ -203,10 +203,12 @@ class Answering(StoppingCriteria):
     def _acting(self, action: Action) -> Action:
         if isinstance(action, Escalate):
             return action.telling(lambda event, ruling: self._met("stop" if ruling == "stop" else "tell", event))
-        return action if action == "raise" else partial(self._met, "stop" if action == "stop" else "tell")
+        if action == "raise" or callable(action):
+            return action
+        return Named(action, partial(self._met, "stop" if action == "stop" else "tell"))
 
     def _blind(self, action: Action) -> Action:
-        return partial(self._met, "stop") if action == "stop" else action
+        return Named("stop", partial(self._met, "stop")) if action == "stop" else action
 
     def _met(self, action: str, event: Event) -> None:
         told = self._told.event(event, self._choice, action)

@@ -23,7 +23,7 @@ from conftest import OLDEST, PAD, make_pack
 from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
 from probemon import DynamicProbeManager
-from probemon.errors import ConceptRaised, ConfigError
+from probemon.errors import ConceptRaised, ConfigError, MissingExtra
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.otel_events import LABELS, UNSEEN_ERRORS, OpenTelemetryEvents
 from probemon.monitor.otlp_logs import check_endpoint
@@ -358,3 +358,13 @@ def test_without_a_provider_it_is_said_that_events_go_nowhere(model, pack, caplo
         run.follow(OpenTelemetryEvents())
         model.generate(PROMPTS[1:], **GREEDY)
     assert "OpenTelemetry has no provider of logs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [("opentelemetry.trace", {}), ("opentelemetry.sdk._logs.export", {"endpoint": "http://localhost:4318"})],
+)
+def test_what_is_not_installed_is_named(monkeypatch, module, settings):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=r"pip install 'probemon\[otel\]'"):
+        OpenTelemetryEvents(**settings)

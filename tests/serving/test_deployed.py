@@ -160,6 +160,9 @@ def test_answers_are_events_of_opentelemetry_with_their_ids(parts):
         ids = [answer_of(served)[1]["id"] for _ in range(2)]
     told = [(one["gen_ai.response.id"], one["gen_ai.evaluation.name"]) for one in received]
     assert told == [(id_, f"probemon.{name}") for id_ in ids for name in ("c1", "generation")]
+    of_rules = [one for one in received if one["gen_ai.evaluation.name"] == "probemon.c1"]
+    assert {one["probemon.action"] for one in of_rules} == {"record"}
+    assert {one["probemon.deployment"] for one in of_rules} == {served.holding.now.deployment.sha256}
 
 
 def test_a_file_that_is_read_again_holds_for_answers_under_way_from_their_next_token(parts):

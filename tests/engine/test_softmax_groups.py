@@ -37,9 +37,11 @@ def test_every_way_gives_the_softmax(tmp_path, shape, dtype, rule):
     golden = everything_by_fp64(pack, pack.golden_hidden[:, 0]).numpy()
     assert np.abs(pack.golden_scores.numpy() - golden).max() < 1e-6
     assert pack.verify() == 0
+    by_impl = {}
     for name, manager in managers(pack, load_threshold=0.3, keep_top_k=2):
         got = manager.score_all(hidden).numpy()
         assert np.abs(got - expected).max() < 1e-6, name
+        assert np.array_equal(by_impl.setdefault(name.split()[0], got), got), name  # paged as resident, bit for bit
         if rule == "independent":
             for members in np.split(pack.tree.groups.members, pack.tree.groups.ptr[1:-1]):
                 assert np.abs(got[:, members].sum(axis=1) - 1).max() < 1e-6, name

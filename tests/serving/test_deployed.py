@@ -349,3 +349,29 @@ def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(par
         second_asks.set()
         assert [reading.result() for reading in readings] == [0, 0]
     assert served.holding.now.exclude == ("c2",)
+
+
+def test_server_is_not_ready_while_the_breaker_pauses_and_is_once_an_answer_may_try(parts, monkeypatch):
+    served = served_by(parts, breaker={"errors": 1, "retry_after": 1000})
+    running, prompt = Running(served, token=None), served.manager.score_prompt
+
+    def ready():
+        answer = running.ask("GET", "/readyz", Authorization=None)
+        checks = json.loads(answer.content)["checks"]
+        return answer.status, [check["name"] for check in checks if check["state"] == "failed"]
+
+    def fail(*arguments, **options):
+        raise RuntimeError("broken")
+
+    try:
+        assert ready() == (200, [])
+        monkeypatch.setattr(served.manager, "score_prompt", fail)
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        monkeypatch.setattr(served.manager, "score_prompt", prompt)
+        assert ready() == (503, ["breaker"])
+        served.circuit._clock = lambda: time.monotonic() + 2000
+        assert ready() == (200, [])  # or nobody would ask, and it would stay open
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        assert ready() == (200, []) and served.circuit.state == "closed"
+    finally:
+        running.close()

@@ -67,6 +67,12 @@ class Circuit:
                 return False
             return self.state != CLOSED
 
+    @property
+    def pausing(self) -> bool:
+        """Whether a pause lasts: what comes now will not even be tried."""
+        with self._lock:
+            return self.state == OPEN and self._clock() < self._until
+
     def succeeded(self) -> None:
         """Note that something was scored: a try ends the pause."""
         if self.state == HALF_OPEN:

@@ -188,6 +188,9 @@ class _Routes:
             if not self._health.ok or time.monotonic() - self._looked_at > _SIGHT_SECONDS:
                 self._health, self._looked_at = await asyncio.to_thread(self._canary.look), time.monotonic()
             health = self._health
+        circuit = self._served.circuit
+        if circuit is not None and circuit.pausing:  # once the pause is over, it takes an answer to try again
+            health = health.with_checks([circuit.check()])
         if health.ok:
             return JSONResponse({"status": "ready", **health.as_dict()})
         return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from probemon.errors import MissingExtra
+from probemon.monitor.breaker import CLOSED
 from probemon.serving.generator import Generator
 from probemon.serving.served import Served
 from probemon.serving.subscribers import EventRing
@@ -40,6 +41,11 @@ class ServerMetrics:
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics and their content type."""
+        served = self._generator.served
+        if served.circuit is not None:  # which all answers share: it is open also where none is under way
+            self._process.family("probemon_breaker_open").set(int(served.circuit.state != CLOSED))
+        if served.ladder is not None:
+            self._process.family("probemon_budget_rung").set(served.ladder.rung)
         return self._process.text(accept)
 
     def describe(self) -> list[Any]:

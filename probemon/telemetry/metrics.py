@@ -56,6 +56,7 @@ class ProcessMetrics(Follower):
         self._concepts, self._named = list(concepts), set[str]()
         self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
+        self._newest: tuple[str, ...] | None = None  # of these
         self._highest = defaultdict[str, weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
         self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by ladder and by breaker
         self._lock = threading.RLock()
@@ -135,9 +136,12 @@ class ProcessMetrics(Follower):
             if before is not None:
                 self._described[before] -= 1
             self._described[labels] += 1
-            info = self._families["probemon_info"]
-            for one, n in self._described.items():
-                info.labels(*one).set(int(n > 0))
+            self._newest = labels
+            self._say_what_is_watched()
+
+    def _say_what_is_watched(self) -> None:
+        for labels, n in self._described.items():
+            self._families["probemon_info"].labels(*labels).set(int(n > 0 or labels == self._newest))
 
     def set_highest(self, name: str, of: object, value: float) -> None:
         """Say the value of a gauge, which shows the highest, `of` what a run has, or several share."""
@@ -159,6 +163,7 @@ class ProcessMetrics(Follower):
         with self._lock:
             self._open.discard(run)
             self._described[labels] -= 1
+            self._say_what_is_watched()
             self._families["probemon_runs"].set(len(self._open))
             self._forget("probemon_budget_rung", ladder_of(run))
             self._forget("probemon_breaker_open", run.breaker)

@@ -140,6 +140,49 @@ def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
     assert any(f'# {{request="{one}"}}' in exemplars.content.decode() for one in ids)
 
 
+def test_metrics_are_those_of_what_holds_also_where_no_answer_is_under_way(parts, monkeypatch):
+    shared = {"budget": {"ms": 1e-6}, "breaker": {"errors": 1, "retry_after": 1000}}
+    served = served_by(parts, **shared)
+    running, decoder, own = Running(served, token=None), served.model.model, {"rules": [{"concept": "c2"}]}
+    first, outer = served.holding.now.deployment.sha256, []
+
+    def another_answer_by_a_newer_file(module, args, kwargs):
+        if not outer:  # whose own rule the newer file does not let it have: it goes on by the one before
+            outer.append(True)
+            deployment_of(parts[0], exclude=["c2"], **shared)
+            served.holding.reload()
+            running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+
+    def fail(*arguments, **options):
+        raise RuntimeError("broken")
+
+    def shown():
+        lines = running.ask("GET", "/metrics", Authorization=None).content.decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+    handle = decoder.register_forward_pre_hook(another_answer_by_a_newer_file, with_kwargs=True)
+    try:
+        running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+        handle.remove()
+        found = shown()
+        monkeypatch.setattr(served.manager, "score_prompt", fail)
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        failed = shown()
+    finally:
+        handle.remove()
+        running.close()
+    newer = served.holding.now.deployment.sha256
+    assert newer != first and [
+        value
+        for sha256 in (first, newer)
+        for name, value in found.items()
+        if name.startswith("probemon_info") and sha256 in name
+    ] == [0, 1]
+    assert found["probemon_runs"] == failed["probemon_runs"] == 0
+    assert failed["probemon_budget_rung"] == served.ladder.rung > 0
+    assert (found["probemon_breaker_open"], failed["probemon_breaker_open"]) == (0, 1)
+
+
 def test_a_server_has_no_second_port_for_metrics(parts):
     with pytest.raises(ConfigError, match="a server shows them at /metrics of its own"):
         served_by(parts, metrics={"port": 9464})
@@ -354,3 +397,29 @@ def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(par
         second_asks.set()
         assert [reading.result() for reading in readings] == [0, 0]
     assert served.holding.now.exclude == ("c2",)
+
+
+def test_server_is_not_ready_while_the_breaker_pauses_and_is_once_an_answer_may_try(parts, monkeypatch):
+    served = served_by(parts, breaker={"errors": 1, "retry_after": 1000})
+    running, prompt = Running(served, token=None), served.manager.score_prompt
+
+    def ready():
+        answer = running.ask("GET", "/readyz", Authorization=None)
+        checks = json.loads(answer.content)["checks"]
+        return answer.status, [check["name"] for check in checks if check["state"] == "failed"]
+
+    def fail(*arguments, **options):
+        raise RuntimeError("broken")
+
+    try:
+        assert ready() == (200, [])
+        monkeypatch.setattr(served.manager, "score_prompt", fail)
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        monkeypatch.setattr(served.manager, "score_prompt", prompt)
+        assert ready() == (503, ["breaker"])
+        served.circuit._clock = lambda: time.monotonic() + 2000
+        assert ready() == (200, [])  # or nobody would ask, and it would stay open
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        assert ready() == (200, []) and served.circuit.state == "closed"
+    finally:
+        running.close()

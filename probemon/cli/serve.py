@@ -120,5 +120,9 @@ def _reload(served: Served) -> None:
         return
     held = served.holding.now.deployment
     assert held is not None
-    more = f"; {n_not_told} answers go on as they began, for rules of their own" if n_not_told else ""
+    more = (
+        f"; {n_not_told} answers take its rules and watch what they watched, for rules of their own"
+        if n_not_told
+        else ""
+    )
     say(f"probemon serve: {held.path.name} was read again, sha256 {held.sha256}{more}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
+from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
@@ -190,7 +191,11 @@ class Answering(StoppingCriteria):
     def _hold_to(self, held: Held, *, count: bool) -> None:
         if held.deployment is not None:
             rules = [self._own(rule) for rule in held.rules]
-            self._run.hold_to(held.deployment, rules, held.always_on, held.exclude, count=count)
+            try:
+                self._run.hold_to(held.deployment, rules, held.always_on, held.exclude, count=count)
+            except (ConfigError, UnknownConcept):  # a rule of the request is on what is excluded now
+                self._run.hold_to(held.deployment, rules, count=count)  # those of the file hold all the same
+                raise
 
     def _own(self, rule: Rule) -> Rule:
         """Return a rule of the deployment that acts on this answer; of one that stays the same, which goes on."""

@@ -66,8 +66,8 @@ class Holding:
     def reload(self) -> int:
         """Read the file again; all that is under way holds to it from its next token on, and what begins from now on.
 
-        Returns how many answers go on as they began, since rules of their requests are on what is now excluded. Raises
-        `DeploymentError`, and changes nothing then.
+        Returns how many answers take its rules alone, and watch what they watched, since rules of their requests are on
+        what is now excluded. Raises `DeploymentError`, and changes nothing then.
         """
         with self._reloading:
             return self._reload()

@@ -255,13 +255,14 @@ def test_a_bad_file_is_refused_while_the_old_one_holds(parts, rules, more, said)
     assert served.holding.now is before
 
 
-def test_a_rule_of_a_request_that_the_file_now_excludes_goes_on_as_it_began(parts):
+def test_a_rule_of_a_request_that_the_file_now_excludes_is_watched_still_and_rules_of_the_file_hold(parts):
     served = served_by(parts)
     running, decoder, told = Running(served, token=None), served.model.model, []
 
     def reload(module, args, kwargs):
         if not told:
-            deployment_of(parts[0], exclude=["c2"])
+            record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+            deployment_of(parts[0], record, exclude=["c2"])
             told.append(served.holding.reload())
 
     own = {"rules": [{"concept": "c2", "above": 0.0}]}
@@ -273,7 +274,7 @@ def test_a_rule_of_a_request_that_the_file_now_excludes_goes_on_as_it_began(part
         handle.remove()
         running.close()
     events = json.loads(answer.content)["choices"][0]["message"]["probemon"]["events"]
-    assert told == [1] and [event["concept"] for event in events] == ["c2"]
+    assert told == [1] and [event["concept"] for event in events] == ["c1", "c2"]
     assert refused.status == 400 and "leave it" in json.loads(refused.content)["error"]["message"]
 
 

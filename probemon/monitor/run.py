@@ -17,25 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from probemon.core.aggregate import Aggregator
 from probemon.core.checks import check_bool, check_count
 from probemon.core.concept_names import Wanted
-from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import Gap, Scores
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.errors import ConfigError
 from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
 from probemon.host.site import Site
 from probemon.monitor.breaker import Breaker, Circuit
 from probemon.monitor.budget import Budget, Ladder, Shedding
 from probemon.monitor.change import Change
+from probemon.monitor.companion import Companion
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.drift import DriftMonitor
@@ -54,30 +52,8 @@ from probemon.tracking.decoder_hooks import ScoreTokens
 from probemon.tracking.hand_loop import HandLoop
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording
+from probemon.tracking.stopped_rows import StoppedRows
 from probemon.tracking.watcher import Watcher
-
-
-class Companion(Protocol):
-    """Reads more of the forwards that a run watches, beside the probes."""
-
-    @property
-    def sites(self) -> Sequence[Any]:
-        """Return the sites that it reads."""
-
-    def beside(self, score: ScoreTokens) -> ScoreTokens:
-        """Return `score` with its own reading of the tokens' states before it."""
-
-    def reads(self, recording: Recording, first: int, n: int) -> MemoryReads | None:
-        """Return what memories read at `n` entries of a recording, from the `first` on: of the newest batch alone.
-
-        None where it watches no memory.
-        """
-
-    def ended(self, recording: Recording) -> None:
-        """Note that a generation has ended."""
-
-    def close(self) -> Sequence[Exception]:
-        """End with the run; return what went wrong in the background."""
 
 
 class MonitorRun:
@@ -325,7 +301,7 @@ class MonitorRun:
         A stop takes effect without them too, since the run sees every step of `generate`: passing them states the
         intent.
         """
-        return StoppingCriteriaList([_Stopped(self._watcher)])
+        return StoppingCriteriaList([StoppedRows(self._watcher)])
 
     def listen(self, listener: Callable[[PlacedTokens, Scores], None]) -> None:
         """Call `listener(placed, scores)` with each batch of tokens once it is scored, in the thread that generates."""
@@ -512,16 +488,3 @@ class MonitorRun:
         self.gaps.append(gap)
         assert callable(self._on_gap)
         self._failures.call("on_gap", self._on_gap, gap)
-
-
-class _Stopped(StoppingCriteria):
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        if self._watcher.current() is None:
-            raise NotSupportedDecoding(
-                "run.stopping_criteria is of a run that does not watch this generate(): its rules would never stop it."
-                " Call the model that is attached, inside the with block"
-            )
-        return self._watcher.stopped(torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device))

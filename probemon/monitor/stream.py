@@ -32,10 +32,11 @@ from probemon.core.memory_reads import MemoryReads, Reading, with_texts
 from probemon.core.scores import GENERATED, PHASES, Coverage, Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
+from probemon.monitor.companion import Companion
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import Guard
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
-from probemon.monitor.run import Companion, MonitorRun
+from probemon.monitor.run import MonitorRun
 from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import read_call

@@ -143,6 +143,8 @@ class _Routes:
         return Response(self._pack, media_type="application/json", headers=self._by_boot)
 
     async def _events(self, http: HttpRequest) -> Any:
+        if http.method == "HEAD":  # whoever asks for no body would never hear that it ended
+            return Response(media_type="text/event-stream")
         given = http.headers.get("last-event-id")
         after = int(given) if given is not None and given.isdecimal() and len(given) < 16 else None
         subscriber = self._ring.subscribe(after, self._load)

@@ -117,6 +117,12 @@ def test_no_file_outside_the_page_is_sent(server, name):
     assert answer.status == 404 and b"import" not in answer.content
 
 
+def test_asking_for_the_head_of_the_events_ends_and_takes_no_place(server):
+    answer = server.ask("HEAD", "/v1/probemon/events")
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    assert not answer.content and b"probemon_subscribers 0.0" in server.ask("GET", "/metrics").content
+
+
 def test_server_without_a_token_still_checks_host_and_origin(served):
     running = Running(served, token=None)
     try:

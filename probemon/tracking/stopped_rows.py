@@ -1,0 +1,31 @@
+"""StoppedRows: criteria for `generate()` that end the rows which an action stopped.
+
+model.generate(**inputs, stopping_criteria=StoppingCriteriaList([StoppedRows(watcher)]))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from probemon.errors import NotSupportedDecoding
+from probemon.tracking.watcher import Watcher
+
+
+class StoppedRows(StoppingCriteria):
+    """Of a run that does not watch the generation it raises `NotSupportedDecoding`."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Return which rows are to end, bool [B]."""
+        if self._watcher.current() is None:
+            raise NotSupportedDecoding(
+                "run.stopping_criteria is of a run that does not watch this generate(): its rules would never stop it."
+                " Call the model that is attached, inside the with block"
+            )
+        return self._watcher.stopped(torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device))

@@ -215,7 +215,7 @@ class MonitorRun:
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Ask these rules of generated tokens, too: see `on`."""
         check_judges(rules, self.tokenizer)
-        self._watches.add(rules)
+        self._watches.add(rules, count=bool(self._publisher.tokens))
 
     def hold_to(
         self,
@@ -269,7 +269,9 @@ class MonitorRun:
 
     @property
     def watches(self) -> list[Watched]:
-        """Return what was watched, state by state: as it began, then after every `update`."""
+        """Return what was watched, state by state: as it began, then after every `update`, and every `on` between
+        generations.
+        """
         return list(self._watches.past)
 
     @property

@@ -66,7 +66,7 @@ class Watches:
         self._own: tuple[Rule, ...] = ()
         self._of_file: tuple[Rule, ...] = ()
         self._n_rules, self._pinned = 0, False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def rules(self) -> list[Rule]:
@@ -76,10 +76,11 @@ class Watches:
     @property
     def rungs(self) -> tuple[int, ...]:
         """Return the rungs of `probemon.monitor.rungs` that leave something out of what holds now, mildest first."""
-        if self._rungs is None:
-            audited, ruled = self._manager.audit_rate > 0, bool(self._whole.rules)
-            self._rungs = rungs_of(self._whole.plan, self._manager.pack, audited=audited, ruled=ruled)
-        return self._rungs
+        with self._lock:  # else they might be of what held before a change in another thread
+            if self._rungs is None:
+                audited, ruled = self._manager.audit_rate > 0, bool(self._whole.rules)
+                self._rungs = rungs_of(self._whole.plan, self._manager.pack, audited=audited, ruled=ruled)
+            return self._rungs
 
     def shed_to(self, rung: int) -> None:
         """Leave out what `rung` does, as far as what is watched allows, for the tokens from now on."""
@@ -87,9 +88,9 @@ class Watches:
             self.asked_rung = rung
             self.now = self._on_rung()
 
-    def add(self, rules: Sequence[Rule]) -> None:
-        """Add rules before there are tokens to judge."""
-        self.change([*self._own, *rules], count=False)
+    def add(self, rules: Sequence[Rule], *, count: bool) -> None:
+        """Add rules; `count`: tokens were judged by what held before."""
+        self.change([*self._own, *rules], count=count)
 
     def change(
         self,
@@ -127,8 +128,8 @@ class Watches:
             self._own, self._of_file = own, filed
             if count:
                 self.past.append(said)
-            else:
-                self.past[before.number] = said
+            else:  # no token was scored by it, nor on a rung of it
+                self.past[before.number :] = [said]
             number = len(self.past) - 1 if count else before.number
             self._whole = Watch(number, plan, self._numbered(said.rules), deployment=said.deployment)
             self._on_rungs, self._rungs = {}, None

@@ -227,6 +227,14 @@ def test_runs_that_share_a_ladder_are_on_its_rung_as_far_as_their_rules_allow(tm
         assert third.budget.rung == NAMES[ladder.rung]
 
 
+def test_what_was_shed_before_the_rules_came_is_not_what_is_watched(tmp_path):
+    manager, ladder = DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), n=4)), Ladder(Budget(ms=1.0))
+    ladder.rung = OFF  # by another run, say
+    run = manager.attach(make_model(), budget=ladder)
+    run.on(["c0", "c1", "c2", "c3"], above=0.2, action="record")  # all that there is: nothing may be left out
+    assert run.budget.rung == "all" and [len(one.rules) for one in run.watches] == [4]
+
+
 def test_between_the_two_limits_nothing_moves(tmp_path):
     steps = Steps(tmp_path, Budget(ms=1.0))
     assert steps.take(DOWN_AFTER, inside=0.002) == "audit"

@@ -162,6 +162,21 @@ def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):  # noqa
     assert ((result.coverage.excluded > 0) == (result.position >= begin))[result.coverage.seen].all()
 
 
+def test_a_rule_that_comes_between_two_generations_is_not_said_of_the_first(folder):  # noqa: F811
+    model, manager = make_model(), DynamicProbeManager(folder / "pack", strategy="descent")
+    with manager.attach(model) as run:
+        run.on("c2", above=0.5, **RECORD)
+        first = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 4})
+        run.on("c9", above=0.2, **RECORD)
+        second = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 5})
+    numbers = [run.result(out).watches[-1][2] for out in (first, second)]
+    assert numbers == [0, 1]
+    assert [[rule.probe for rule in run.watches[number].rules] for number in numbers] == [
+        manager.pack.find_all(["c2"]),
+        manager.pack.find_all(["c2"]) + manager.pack.find_all(["c9"]),
+    ]
+
+
 def test_another_thread_changes_whole_states_alone(folder):  # noqa: F811
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     wanted = [(["c0"], "c3"), (["c3"], "c0")]  # a mixture would evaluate what is excluded, or raise

@@ -104,8 +104,7 @@ def open_deployment(
     deployment = Deployment.read(path)
     pack = deployment.open_packs()
     cost_of(deployment, pack)  # its settings and rules fit the packs
-    deployment.metrics(pack)
-    deployment.opentelemetry()  # what it needs is installed
+    deployment.check_parts(pack)
     return deployment, pack
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -158,17 +158,20 @@ class Deployment:
             probes = pack.find_all(stated["concepts"]) if stated.get("concepts") else []
             if len(probes) > MOST_NAMED:
                 raise ConfigError(f"{len(probes)} concepts, each a series of its own: name at most {MOST_NAMED}")
-        return {**stated, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
+        port = {"port": int(stated["port"])} if "port" in stated else {}  # JSON has whole numbers such as 9464.0, too
+        return {**stated, **port, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
 
     @property
     def budget(self) -> Budget | None:
         """Return what a step may take, None where the file does not say."""
-        return Budget(**self.content["budget"]) if "budget" in self.content else None
+        with self._at("budget"):
+            return Budget(**self.content["budget"]) if "budget" in self.content else None
 
     @property
     def breaker(self) -> Breaker | None:
         """Return when errors of scoring pause it, None where they end a generation."""
-        return Breaker(**self.content["breaker"]) if "breaker" in self.content else None
+        with self._at("breaker"):
+            return Breaker(**self.content["breaker"]) if "breaker" in self.content else None
 
     def check_host(self, pack: AnyPack, model: Any) -> None:
         """Raise `HostMismatch` where a model is not the one that is stated: by its fingerprint, else by its packs'."""
@@ -193,12 +196,30 @@ class Deployment:
         with self._at("opentelemetry"):
             return OpenTelemetryEvents(self.content["opentelemetry"]["endpoint"])
 
+    def sinks(self) -> list[JsonLinesSink | ParquetSink]:
+        """Return the sinks that are stated, made anew. Raises `DeploymentError` where one could not be written."""
+        made: list[JsonLinesSink | ParquetSink] = []
+        for at, sink in enumerate(self.content.get("sinks", ())):
+            with self._at("sinks", at):
+                made.append(self._sink(sink))
+                if any(one.path.resolve() == made[-1].path.resolve() for one in made[:-1]):
+                    raise ConfigError(f"a second sink writes {sink['path']}, and the last one alone would be left")
+        return made
+
+    def check_parts(self, pack: AnyPack) -> None:
+        """Check what rests neither on settings nor on rules. Raises `DeploymentError`; `MissingExtra`, `ConfigError`
+        where something is not installed.
+        """
+        self.metrics(pack)
+        self.sinks()
+        self.opentelemetry()
+        _ = self.budget, self.breaker
+
     def begin(self, run: MonitorRun) -> None:
         """Set the rules of a run that has begun, add its sinks and what follows it. Raises `DeploymentError`."""
         run.hold_to(self, self.rules(run.manager.pack))
-        for at, sink in enumerate(self.content.get("sinks", ())):
-            with self._at("sinks", at):
-                run.add_sink(self._sink(sink))
+        for sink in self.sinks():
+            run.add_sink(sink)
         if (events := self.opentelemetry()) is not None:
             run.follow(events)
 
@@ -268,8 +289,8 @@ def _checked(raw: str, file: Path) -> YamlText:
             text.aliases[0],
         )
     for steps, value in _leaves(text.value, []):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _error(file, text, steps, f"{value} is no number that can be meant here: give a finite one")
+        if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
+            raise _error(file, text, steps, f"{value!s:.80} is no number that can be meant here: give a finite one")
     # Of a key with a typo it is said that it is unknown, not that the right one is missing.
     problems = sorted(
         _validator()(text.value),

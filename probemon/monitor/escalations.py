@@ -140,11 +140,17 @@ class Escalations:
 
 
 def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[int, ...]:
-    """Return the ids of the last `n` tokens of a row of a recording, up to a column; fewer where it holds fewer."""
+    """Return the ids of the last `n` tokens of a row of a recording and of the turns before it, up to a column; fewer
+    where these hold fewer.
+    """
     ids: list[int] = []
-    for placed in reversed(list(recording.placed)):
-        own = np.flatnonzero((placed.rows == row) & (placed.columns <= column))
-        ids = [*placed.ids[own].tolist(), *ids]
-        if len(ids) >= n:
-            break
+    turn: Recording | None = recording
+    end = column + 1
+    while turn is not None and len(ids) < n:
+        for placed in reversed(list(turn.placed)):
+            own = np.flatnonzero((placed.rows == row) & (placed.columns < end))
+            ids = [*placed.ids[own].tolist(), *ids]
+            if len(ids) >= n:
+                break
+        end, turn = min(end, turn.call.first_column), turn.earlier
     return tuple(ids[-n:])

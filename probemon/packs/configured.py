@@ -107,8 +107,8 @@ def _watched(pack: ProbePack, config: CascadeConfig, exclude: Wanted) -> Mask | 
     if cut is not None:
         kept, lost = (pack.concepts[probe]["id"] for probe in cut)
         raise ConfigError(
-            f"{lost} is left out, and {kept} of its softmax group is watched: their scores are made of the logits of"
-            " all members, so leave out all of them or none"
+            f"{lost} is left out by exclude or depth, and {kept} of its softmax group is watched: their scores are made"
+            " of the logits of all members, so leave out all of them or none"
         )
     return watched
 

@@ -117,17 +117,14 @@ class RunCounts(Follower):
     def event(self, event: Event, action: str) -> None:
         """Count an event of a rule."""
         self._events[action].inc()
-        if action == _ESCALATE and not self._rulings:  # from 0, so that the first failure is a rise
-            self._rulings = {
-                (ruling, failure): self._verdicts.labels(ruling, failure)
-                for ruling in ("pass", "stop", "raise")
-                for failure in ("", *FAILURES)
-            }
+        if action == _ESCALATE:
+            self._show_rulings()
 
     def verdict(self, event: Event) -> None:
         """Count what a judge said of an event, or that it did not."""
         verdict = event.verdict
         assert verdict is not None
+        self._show_rulings()  # the question may have come before this follows
         self._rulings[verdict.ruling, verdict.failure].inc()
         self._judged.inc(verdict.seconds)
 
@@ -158,6 +155,15 @@ class RunCounts(Follower):
         self._metrics.end_run(run, self._labels)
 
     # -- inside --------------------------------------------------------------------------------------
+
+    def _show_rulings(self) -> None:
+        """Show every verdict from 0, so that the first failure is a rise."""
+        if not self._rulings:
+            self._rulings = {
+                (ruling, failure): self._verdicts.labels(ruling, failure)
+                for ruling in ("pass", "stop", "raise")
+                for failure in ("", *FAILURES)
+            }
 
     def _reason(self, reason: str) -> str:
         known = self._reasons.get(reason)

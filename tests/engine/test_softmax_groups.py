@@ -201,7 +201,7 @@ def test_an_audit_counts_what_the_softmax_says(tmp_path):
 
 def test_a_group_is_watched_whole(tmp_path):
     pack = write(tmp_path / "pack", (), torch.float32)
-    with pytest.raises(ConfigError, match="c3 is left out, and c2 of its softmax group is watched"):
+    with pytest.raises(ConfigError, match="c3 is left out by exclude or depth, and c2 of its softmax group is watched"):
         DynamicProbeManager(pack, exclude=["c3"])
     hidden = torch.randn(3, HIDDEN)
     everything = DynamicProbeManager(pack).score_all(hidden).numpy()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+import grouped_packs
 from conftest import PAD, make_model, make_pack
 from corpora import make_tokenizer
 from fuzzed_deployments import at_random
@@ -218,6 +219,17 @@ CASES = [
         18,
         "so give 'stop'",
     ),
+    ("audit_rate: 1", "breaker: {errors: 2.0}", 12, "errors is 2.0: it counts errors, so give 1 or more"),
+    ("audit_rate: 1", f"budget: {{ms: 1{400 * '0'}}}", 12, "is no number that can be meant here"),
+    ("audit_rate: 1", "sinks:\n  - {kind: parquet, path: a.parquet, top_k: 3}", 13, "top_k is of jsonl"),
+    ("audit_rate: 1", "sinks:\n  - {kind: jsonl, path: nowhere/a.jsonl}", 13, "nowhere is not a folder: make it first"),
+    (
+        "audit_rate: 1",
+        "sinks:\n  - {kind: jsonl, path: a.jsonl, overwrite: true}\n"
+        "  - {kind: jsonl, path: ./a.jsonl, overwrite: true, top_k: 1}",
+        14,
+        "a second sink writes ./a.jsonl",
+    ),
     ("audit_rate: 1", "opentelemetry: {}", 12, "endpoint is missing: the address of a collector"),
     ("audit_rate: 1", "opentelemetry:\n  endpoint: localhost:4317", 13, "The address of a collector that takes OTLP"),
     ("audit_rate: 1", "opentelemetry:\n  endpoint: http://[", 12, "endpoint is 'http://[': give the address"),
@@ -230,10 +242,23 @@ def test_what_is_wrong_is_told_with_its_line(folder, old, new, line, said):
     assert old in text
     with pytest.raises((DeploymentError, PackError), match=re.escape(said)) as raised:
         deployment = Deployment.read(written(folder, text.replace(old, new, 1)))
-        cost_of(deployment, deployment.open_packs())
-        deployment.opentelemetry()
+        pack = deployment.open_packs()
+        cost_of(deployment, pack)
+        deployment.check_parts(pack)
     if "no YAML: month" not in said:
         assert f"watch.yaml, line {line}" in str(raised.value), raised.value
+
+
+def test_a_group_that_is_cut_is_told_with_the_line_that_cuts_it(tmp_path):
+    grouped_packs.write(tmp_path / "pack", (), torch.float32)
+    sha256 = hashlib.sha256((tmp_path / "pack/manifest.json").read_bytes()).hexdigest()
+    packs = f"packs:\n  - pack: pack\n    manifest_sha256: {sha256}"
+    text = f"deployment: 1\n{packs}\ncascade: {{keep_top_k: 3}}\nexclude: [c2]"
+    deployment = Deployment.read(written(tmp_path, text))
+    with pytest.raises(
+        DeploymentError, match=r"watch.yaml, line 6: exclude: c2 is left out by exclude or depth, and c3"
+    ):
+        cost_of(deployment, deployment.open_packs())
 
 
 def test_another_host_is_refused_by_its_line(folder):

@@ -225,6 +225,21 @@ def test_a_judge_is_shown_the_end_of_its_row_and_no_more(manager, model, last_to
         assert question.event.verdict.ruling == "pending" and question.within == SLOW
 
 
+def test_a_judge_is_shown_what_earlier_turns_on_the_cache_said(manager, model):
+    questions = []
+    escalate = Escalate(lambda question: questions.append(question) or "pass", SLOW, "hold", "raise", last_tokens=64)
+    turn = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+    with manager.attach(model) as run:
+        first = model.generate(PROMPT, return_dict_in_generate=True, **turn)
+        run.on("c9", above=0.0, action=escalate)
+        out = model.generate(
+            torch.cat([first.sequences, PROMPT[:, 1:]], dim=1), past_key_values=first.past_key_values, **turn
+        )
+    assert questions
+    for question in questions:
+        assert list(question.ids) == out[0, : question.event.column + 1].tolist()
+
+
 def test_the_end_of_a_row_is_up_to_the_token_of_the_event():
     """Also where later tokens of it came in the same batch, and where an earlier batch has the beginning."""
     recording = Recording(SequenceColumns(2), 0, n_probes=1)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,28 @@ def test_verdicts_of_judges_are_counted_with_what_became_of_those_that_failed(mo
     assert of(found, "probemon_verdicts_total", ruling="pass", failure="error") == n_failed > 0
     assert of(found, "probemon_verdicts_total", ruling="stop", failure="late") == 0
     assert of(found, "probemon_verdict_seconds_total") == pytest.approx(sum(one.seconds for one in verdicts))
+
+
+def test_a_verdict_is_counted_of_a_question_that_came_before_the_metrics_did(model, pack):
+    metrics, asked, followed = fresh(), threading.Event(), threading.Event()
+
+    def judge(question):
+        asked.set()
+        return "pass" if followed.wait(20) else "stop"
+
+    def follow(placed, scores):
+        if not followed.is_set() and asked.wait(0.5):
+            run.update(rules=[])  # no other question comes
+            run.follow(metrics)
+            followed.set()
+
+    with DynamicProbeManager(pack).attach(model, make_tokenizer()) as run:
+        run.on("c9", above=0.0, action=Escalate(judge, within=30, meanwhile="pass", on_failure="pass", n_workers=1))
+        run.listen(follow)
+        generate(model, eos_token_id=None)
+    n_asked = len(run.events)
+    assert not run.failures and n_asked > 0
+    assert of(read(metrics), "probemon_verdicts_total", ruling="pass", failure="") == n_asked
     assert run.n_failures == 0
 
 

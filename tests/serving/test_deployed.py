@@ -351,3 +351,12 @@ def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(par
         second_asks.set()
         assert [reading.result() for reading in readings] == [0, 0]
     assert served.holding.now.exclude == ("c2",)
+
+
+def test_rules_that_say_the_same_have_traffic_of_their_own_after_a_reading_too(parts):
+    rule = {"concepts": ["c9"], "above": 3, "aggregate": "z:traffic:64", "action": "record", "on_blind": "pass"}
+    served = served_by(parts, rule, rule)
+    before = served.holding.now.rules
+    assert served.holding.reload() == 0
+    assert [known is new for known, new in zip(before, served.holding.now.rules, strict=True)] == [True, True]
+    assert before[0] is not before[1]

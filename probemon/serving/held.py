@@ -81,9 +81,10 @@ class Holding:
         newer = Deployment.read(before.path)
         before.check_only_rules_differ(newer)
         always_on, exclude = (tuple(newer.content.get(name, ())) for name in ("always_on", "exclude"))
-        # A rule that stays is the one that was: what it compares with goes on.
-        known = self.now.rules
-        rules = (next((old for old in known if old == rule), rule) for rule in newer.rules(self._manager.pack))
+        # A rule that stays is the one that was: what it compares with goes on. The same may stand twice.
+        known, rules = list(self.now.rules), list[Rule]()
+        for rule in newer.rules(self._manager.pack):
+            rules.append(known.pop(known.index(rule)) if rule in known else rule)
         held = Held(newer, tuple(rules), always_on, exclude)
         with newer.errors_of_settings():
             self._check(held, [], "the rules of the file")

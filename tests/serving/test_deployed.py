@@ -424,3 +424,12 @@ def test_server_is_not_ready_while_the_breaker_pauses_and_is_once_an_answer_may_
         assert ready() == (200, []) and served.circuit.state == "closed"
     finally:
         running.close()
+
+
+def test_rules_that_say_the_same_have_traffic_of_their_own_after_a_reading_too(parts):
+    rule = {"concepts": ["c9"], "above": 3, "aggregate": "z:traffic:64", "action": "record", "on_blind": "pass"}
+    served = served_by(parts, rule, rule)
+    before = served.holding.now.rules
+    assert served.holding.reload() == 0
+    assert [known is new for known, new in zip(before, served.holding.now.rules, strict=True)] == [True, True]
+    assert before[0] is not before[1]

@@ -170,7 +170,7 @@ class Result:
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self.reads = tokens.reads
-        self.deployment: str | None = None
+        self.deployments: dict[int, str | None] = {}  # of each state in `watches`
         self._tokenizer = tokenizer
 
     @property
@@ -203,7 +203,7 @@ class Result:
             requests=self.requests,
             watches=tuple(one for one in self.watches if one[1] < position),
         )
-        result.deployment = self.deployment
+        result.deployments = self.deployments
         return result
 
     def at(self, row: int, position: int) -> int:
@@ -324,6 +324,11 @@ class Result:
             "score": pa.array(self.scores.values),
         }
         return pa.table(columns).replace_schema_metadata({"probemon": json.dumps(about)})
+
+    @property
+    def deployment(self) -> str | None:
+        """Return the sha256 of the deployment by which its last tokens were watched, None where no file said so."""
+        return self.deployments.get(self.watches[-1][2]) if self.watches else None
 
     def __len__(self) -> int:
         return len(self.row)

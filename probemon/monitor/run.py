@@ -430,8 +430,7 @@ class MonitorRun:
             generation=generation,
             keep_tokens=self._keep_tokens,
         )
-        if result.watches:
-            result.deployment = self._watches.past[result.watches[-1][2]].deployment
+        result.deployments = {number: self._watches.past[number].deployment for _, _, number in result.watches}
         return result
 
     # -- attaching -------------------------------------------------------------------------------

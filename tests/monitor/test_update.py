@@ -142,7 +142,7 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
     about = json.loads(pq.read_table(folder / "told.parquet").schema.metadata[b"probemon"])
     assert [(one["deployment"], one["position"]) for one in about["deployments"]] == [(first, 0), (then, 10)]
     assert run.result(out).watches[-1] == (0, 10, 1)
-    assert run.result(out).deployment == run.watches[1].deployment
+    assert run.result(out).deployment == then and run.result(out).before(9).deployment == first
     above = {(event.concept, event.above) for event in run.events}
     assert ("c9", 0.1) in above and ("c2", 0.3) in above
     assert yaml.safe_load(better)["exclude"] == list(run.watches[1].exclude)

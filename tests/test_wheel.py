@@ -49,7 +49,7 @@ def installed(archive, tmp_path_factory):
     done = python(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source), folder=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = folder.glob("*.whl")
-    assert wheel.stat().st_size < 2e6  # the default pack alone: the other one is ten times as large
+    assert wheel.stat().st_size < 2.5e6  # the default pack alone: the other one is ten times as large
     done = python(*pip, "install", "--no-deps", "--no-index", "--target", "site", str(wheel), folder=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder / "site"

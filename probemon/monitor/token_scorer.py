@@ -77,7 +77,7 @@ class TokenScorer:
         if generation is not None and generation.origin is not None and placed.phase != PROMPT:
             origin = generation.origin[placed.rows]
         batch, circuit = _Batch(watch, generation, recording, placed, origin), self._circuit
-        unseen = states if isinstance(states, str) else leaves_out(watch.rung, placed)
+        unseen = states if isinstance(states, str) else leaves_out(watch.rung, placed) if watch.rung else ""
         if not unseen and circuit is not None and circuit.pauses():
             unseen = PAUSED
         if unseen or isinstance(states, str):

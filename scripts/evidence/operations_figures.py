@@ -13,7 +13,7 @@ _SAID = {
     "step_overhead_pct": "what metrics add to a token of the demo host, %",
     "dashboard_expressions_ok": "expressions of the dashboard that a real Prometheus answers",
     "rules_tested": "alerts with a case that fires and one that does not",
-    "ladder_down_tokens": "tokens to the last rung of a budget of 1 ms, where hooks take 10 ms more",
+    "ladder_down_tokens": "tokens to the last rung of a budget of 3 ms, where hooks take 30 ms more",
     "ladder_up_tokens": "tokens until all is scored again, once they do not",
     "drift_false_alarms_per_1000_days": "alarms of drift in 1,000 simulated days without any",
     "drift_detect_requests": "requests by which 95 of 100 doublings of a base rate of one in ten are found",

@@ -18,6 +18,7 @@ from typing import Any
 
 from figure_words import JUDGED, reason_of
 from memory_figures import memory_overhead, recall_study, recipe_refusals, recipe_traps, recipes
+from operations_figures import operations
 from staleness import stale_files
 
 WORDS = {
@@ -439,6 +440,7 @@ TABLES = {
     "drift.json": (drift_doubled,),
     "host_recipes.json": (recipes, recipe_traps, recipe_refusals),
     "memory_overhead.json": (memory_overhead,),
+    "operations.json": (operations,),
     "ltm_recall.json": (recall_study,),
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),

@@ -47,6 +47,19 @@ def test_what_adapters_learn_is_what_was_measured():
     assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
 
 
+def test_what_is_claimed_of_operations_is_what_was_found():
+    found = result("operations.json")
+    assert flat(figures.operations(found)) in page_of("docs/metrics.md")
+    hooks_ms = found["claims"]["ladder_up_tokens"]["hooks_ms"]
+    assert f"Hooks take {hooks_ms:.1f} ms a step" in page_of("docs/metrics.md")
+    value = {name: claim["value"] for name, claim in found["claims"].items()}
+    assert value["series_8000_concepts"] < 200 and value["scrape_ms"] < 5 and value["step_overhead_pct"] < 1
+    assert value["ladder_down_tokens"] <= 50 and value["ladder_up_tokens"] <= 200
+    assert value["drift_false_alarms_per_1000_days"] <= 1 and value["drift_detect_requests"] <= 1000
+    assert all(claim["value"] == claim["of"] for claim in found["claims"].values() if "of" in claim)
+    assert value["fuzzed_deployments"] == 10_000
+
+
 def test_what_the_server_costs_is_what_was_measured():
     found, page = result("serving_load.json"), page_of("docs/serving.md")
     bars = {name: bar["found"] for name, bar in found["bars"].items()}

@@ -26,7 +26,7 @@ from probemon.core.scores import PROMPT
 from probemon.errors import ConfigError, MissingExtra
 from probemon.monitor.followers import Follower
 from probemon.monitor.otlp_logs import SCOPE, OtlpLogs, check_endpoint
-from probemon.monitor.rules import Event
+from probemon.monitor.rules import ESCALATE, Event
 from probemon.tracking.recording import GAP, Recording
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class _RunEvents(Follower):
         assert event.verdict is not None
         attributes = {
             **self._of_event(event),
-            "probemon.action": "escalate",
+            "probemon.action": ESCALATE,
             "probemon.verdict.ruling": event.verdict.ruling,
             "probemon.verdict.seconds": event.verdict.seconds,
         }

@@ -26,6 +26,8 @@ from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
 
 ACTIONS = ("record", "stop", "raise")
+ESCALATE, CALL = "escalate", "call"
+TOLD_ACTIONS = (*ACTIONS, ESCALATE, CALL)  # by these names followers hear of them
 PASS = "pass"
 NO_STOP_IN_BEAMS = (
     "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
@@ -169,7 +171,7 @@ def named_action(action: Action) -> str:
     """Return the name by which an action is told."""
     if isinstance(action, (str, Named)):
         return action if isinstance(action, str) else action.name
-    return "escalate" if isinstance(action, Escalate) else "call"
+    return ESCALATE if isinstance(action, Escalate) else CALL
 
 
 def check_beams(rules: Sequence[Rule]) -> None:

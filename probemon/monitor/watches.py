@@ -144,7 +144,10 @@ class Watches:
 
     def _on_rung(self) -> Watch:
         """Return what holds on the rung that is asked for, or the lowest one under it that there is."""
-        rung = max((one for one in self.rungs if one <= self.asked_rung), default=ALL)
+        # Without a budget no rung is asked for, and what the rungs are need not be known.
+        rung = ALL
+        if self.asked_rung != ALL:
+            rung = max((one for one in self.rungs if one <= self.asked_rung), default=ALL)
         if rung == ALL:
             return self._whole
         if rung not in self._on_rungs:

@@ -21,7 +21,7 @@ from probemon.engine.audit import Audit
 from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
 from probemon.monitor.followers import Follower
 from probemon.monitor.judge_desk import FAILURES
-from probemon.monitor.rules import ACTIONS, Event
+from probemon.monitor.rules import ESCALATE, TOLD_ACTIONS, Event
 from probemon.monitor.rungs import LEFT_OUT, NAMES
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.observer import ForwardTime
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # Why a token is unseen: a closed set, the sentences are not.
 SEEN, BLIND, NOT_FINITE, BUDGET, FAILED, OTHER = REASONS = ("", "gap", "not_finite", "budget", "failed", "other")
 LAST_LEVEL = 15  # and all below it
-_ESCALATE, _CALL = "escalate", "call"
 
 
 class RunCounts(Follower):
@@ -65,7 +64,7 @@ class RunCounts(Follower):
         fired = family("probemon_fired_total")
         self._named = [fired.labels(pack.concepts[probe]["id"]) for probe in probes]
         events = family("probemon_events_total")
-        self._events = {action: events.labels(action) for action in (*ACTIONS, _ESCALATE, _CALL)}
+        self._events = {action: events.labels(action) for action in TOLD_ACTIONS}
         self._rulings: dict[tuple[str, str], Any] = {}
         self._verdicts, self._judged = family("probemon_verdicts_total"), family("probemon_verdict_seconds_total")
         sinks = family("probemon_sink_tokens_total")
@@ -117,7 +116,7 @@ class RunCounts(Follower):
     def event(self, event: Event, action: str) -> None:
         """Count an event of a rule."""
         self._events[action].inc()
-        if action == _ESCALATE:
+        if action == ESCALATE:
             self._show_rulings()
 
     def verdict(self, event: Event) -> None:

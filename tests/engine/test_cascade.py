@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cascade_oracle import cascade_oracle
 from probemon.core.branches import watched_probes, without
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.plan import CascadePlan, expand_thresholds
@@ -34,58 +35,6 @@ def watched_by(parents, include, exclude, depth):
     wanted = {p for p in range(n) if not include or is_under(p, include)}
     wanted |= {a for p in wanted for a in above(p)}
     return {p for p in wanted if not is_under(p, set(exclude) | too_deep)}
-
-
-def oracle(parents, level, path, thresholds, config, always_on, retained, own, watched):
-    """(active, dropped, scores, retained, released) of one state, by the words of the design."""
-    n = len(parents)
-
-    def ancestors(p):
-        return set(parents[p]) | {a for q in parents[p] for a in ancestors(q)}
-
-    def path_score(p):
-        best = max((path_score(q) for q in parents[p]), default=None)
-        return own[p] if best is None or not path else np.float32(own[p] * best)
-
-    def close(probes):
-        return set(probes) | {a for p in probes for a in ancestors(p)} if path else set(probes)
-
-    exempt = {p for p in range(n) if level[p] in config.base_layers} | set(always_on)
-    roots = {p for p in range(n) if not parents[p]} if path else set()
-    exempt, roots = exempt & watched, roots & watched
-    active = close(exempt | roots | retained)
-    frontier, dropped, rounds = set(active), set(), 0
-    while frontier and (config.max_rounds is None or rounds < config.max_rounds):
-        opened = {p for p in frontier if path_score(p) > thresholds[p]}
-        new = {
-            c: max(path_score(p) for p in parents[c] if p in opened)
-            for c in range(n)
-            if set(parents[c]) & opened and c not in active and c in watched
-        }
-        if not new:
-            break
-        admitted = set()
-        if len(active | close(new)) <= config.max_loaded_probes:
-            admitted = close(new) - active
-        else:
-            for c in sorted(new, key=lambda c: (-new[c], c)):
-                bundle = close({c}) - active - admitted
-                if len(active) + len(admitted) + len(bundle) <= config.max_loaded_probes:
-                    admitted |= bundle
-                else:
-                    dropped.add(c)
-        active |= admitted
-        dropped -= active
-        frontier, rounds = admitted, rounds + 1
-    order = sorted(active - exempt, key=lambda p: (-path_score(p), p))
-    if config.aggressive_pruning:
-        order = order[: config.keep_top_k]
-    before = len(order)
-    if dropped:
-        order = [p for p in order if path_score(p) >= config.unload_threshold]
-        while order and len(close(exempt | roots | set(order))) + len(dropped) > config.max_loaded_probes:
-            order.pop()
-    return active, dropped, {p: path_score(p) for p in active}, set(order), before - len(order)
 
 
 @st.composite
@@ -159,7 +108,7 @@ def test_cascade_equals_oracle_over_two_steps(case):
         assert np.array_equal(known.scores, step.scores)
         for row in range(len(own)):
             before = set() if retained is None else set(np.flatnonzero(retained[row]).tolist())
-            active, dropped, scores, keep, freed = oracle(
+            active, dropped, scores, keep, freed = cascade_oracle(
                 parents, tree.level.tolist(), path, thresholds, config, always_on, before, own[row], watched
             )
             assert set(np.flatnonzero(step.active[row]).tolist()) == active

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from test_cascade import cases, plan_of
 
+from cascade_oracle import compiled_descents
 from nets import SHAPES, logit_net, oracle, weights
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.branches import watched_probes
@@ -53,31 +54,14 @@ def test_compiled_descent_is_that_of_the_cascade(case):
     plan = plan_of(tree, path, alert, config, always_on, watched_probes(tree, *part))
     if plan is None:
         return
-    narrow, retained = plan.tree, None
-    links = narrow.child_ptr, narrow.child_idx, narrow.parent_ptr, narrow.parent_idx
+    retained = None
     states = torch.eye(len(first))
     for ticks in (first, second):
         weights, n = logit_net(ticks), len(ticks)
-        net = compiled.CompiledNet(weights)
         rows, slots = torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n)
         own = score_probes(states, weights, rows, slots, impl="numba").numpy().reshape(tree.n, n).T
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
-        for everything in (False, True):
-            active, dropped, scores = net.descend(
-                links,
-                narrow.groups,
-                np.zeros(tree.n, np.int64),
-                1,
-                states,
-                n,
-                plan.start,
-                retained,
-                plan.expand_threshold,
-                path_rule=path,
-                max_rounds=config.max_rounds,
-                max_active=config.max_loaded_probes,
-                everything=everything,
-            )
+        for active, dropped, scores in compiled_descents(weights, plan, states, retained):
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
             assert np.array_equal(scores, expected.scores)
         found = numba_compiled.collect(active, dropped, scores, alert)

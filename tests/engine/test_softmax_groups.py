@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cascade import TICKS, plan_of
 
+from cascade_oracle import cascade_oracle, compiled_descents
 from conftest import HIDDEN
 from grouped_packs import everything_by_fp64, write
 from nets import SHAPES, logit_net
@@ -297,7 +298,8 @@ def test_the_descent_is_that_of_the_words(case):
         kept, released = retain(plan, step, np.arange(len(own)))
         for row in range(len(own)):
             before = set(np.flatnonzero(retained[row]).tolist()) if retained is not None else set()
-            expected = grouped_oracle(tree, parents, path, plan.expand_threshold, config, always_on, before, own[row])
+            args = parents, tree.level, path, plan.expand_threshold, config, always_on, before, own[row]
+            expected = cascade_oracle(*args, with_groups=lambda probes: close_groups(tree, probes))
             active, dropped, scores, next_kept, n_released = expected
             assert set(np.flatnonzero(step.active[row]).tolist()) == active
             assert set(np.flatnonzero(step.dropped[row]).tolist()) == dropped
@@ -307,74 +309,19 @@ def test_the_descent_is_that_of_the_words(case):
         retained = kept
 
 
-def grouped_oracle(tree, parents, path, thresholds, config, always_on, retained, own):
-    """The oracle of the cascade by the words of the design, with groups: (active, dropped, scores, retained, released)
-    of one state.
-    """
-    n = len(parents)
-
-    def ancestors(p):
-        return set(parents[p]) | {a for q in parents[p] for a in ancestors(q)}
-
-    def path_score(p):
-        best = max((path_score(q) for q in parents[p]), default=None)
-        return own[p] if best is None or not path else np.float32(own[p] * best)
-
-    def close(probes):
-        probes = set(probes) | ({a for p in probes for a in ancestors(p)} if path else set())
-        return close_groups(tree, probes)
-
-    exempt = close_groups(tree, {p for p in range(n) if tree.level[p] in config.base_layers} | set(always_on))
-    roots = {p for p in range(n) if not parents[p]} if path else set()
-    active = close(exempt | roots | retained)
-    frontier, dropped, rounds = set(active), set(), 0
-    while frontier and (config.max_rounds is None or rounds < config.max_rounds):
-        opened = {p for p in frontier if path_score(p) > thresholds[p]}
-        new = {
-            c: max(path_score(p) for p in parents[c] if p in opened)
-            for c in range(n)
-            if set(parents[c]) & opened and c not in active
-        }
-        if not new:
-            break
-        admitted = set()
-        if len(active | close(new)) <= config.max_loaded_probes:
-            admitted = close(new) - active
-        else:
-            for c in sorted(new, key=lambda c: (-new[c], c)):
-                bundle = close({c}) - active - admitted
-                if len(active) + len(admitted) + len(bundle) <= config.max_loaded_probes:
-                    admitted |= bundle
-                else:
-                    dropped.add(c)
-        active |= admitted
-        dropped -= active
-        frontier, rounds = admitted, rounds + 1
-    order = sorted(active - exempt, key=lambda p: (-path_score(p), p))
-    if config.aggressive_pruning:
-        order = order[: config.keep_top_k]
-    before = len(order)
-    if dropped:
-        order = [p for p in order if path_score(p) >= config.unload_threshold]
-        while order and len(close(exempt | roots | set(order))) + len(dropped) > config.max_loaded_probes:
-            order.pop()
-    return active, dropped, {p: path_score(p) for p in active}, set(order), before - len(order)
-
-
 @settings(max_examples=120, deadline=None)
 @given(grouped_cases())
 def test_the_compiled_descent_is_that_of_the_cascade(case):
-    compiled = pytest.importorskip("probemon.engine.ways.compiled")
+    pytest.importorskip("probemon.engine.ways.compiled")
     kernels = pytest.importorskip("probemon.engine.kernels")
     tree, path, alert, config, always_on, turns = case
     plan = plan_of(tree, path, alert, config, always_on, None)
     if plan is None:
         return
-    links, retained = (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), None
+    retained = None
     for own in turns:
         n = len(own)
         net_weights, states = logit_net(own), torch.eye(n)
-        net = compiled.CompiledNet(net_weights)
         rows, slots = np.repeat(np.arange(n), tree.n), np.tile(np.arange(tree.n), n)
         pairs = states, net_weights, torch.from_numpy(rows), torch.from_numpy(slots)
         scores = kernels.score_probes(*pairs, impl="numba").numpy()
@@ -386,22 +333,7 @@ def test_the_compiled_descent_is_that_of_the_cascade(case):
             scores[at] = kernels.group_scores(logits[at], starts, torch.device("cpu"), impl="numba")
         scores = scores.reshape(n, tree.n)
         expected = descend(plan, n, retained, lambda rows, probes, scores=scores: scores[rows, probes])
-        for everything in (False, True):
-            active, dropped, found = net.descend(
-                links,
-                tree.groups,
-                np.zeros(tree.n, np.int64),
-                1,
-                states,
-                n,
-                plan.start,
-                retained,
-                plan.expand_threshold,
-                path_rule=path,
-                max_rounds=config.max_rounds,
-                max_active=config.max_loaded_probes,
-                everything=everything,
-            )
+        for active, dropped, found in compiled_descents(net_weights, plan, states, retained):
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
             assert np.array_equal(found, expected.scores)
         retained, _ = retain(plan, expected, np.arange(n))

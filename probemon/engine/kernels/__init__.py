@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from probemon.core.softmax_groups import Floats, Ints, softmax
 from probemon.errors import ConfigError, KernelUnavailable
 
 IMPLS = ("reference", "cpu", "numba", "triton")
+_OfPairs = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor], Tensor]
 _NUMBA = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -106,37 +107,15 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     pair out of range has the score NaN instead.
     """
     hidden = _checked(hidden, weights, impl)
-    if impl == "reference":
-        return score_reference(hidden, weights, rows, slots)
-    if impl == "cpu":
-        from probemon.engine.kernels.cpu import score_cpu
-
-        return score_cpu(hidden, weights, rows, slots)
-    if impl == "numba":
-        from probemon.engine.kernels.numba_cpu import score_numba
-
-        return score_numba(hidden, weights, rows, slots)
-    from probemon.engine.kernels.triton_pairs import score_triton
-
-    return score_triton(hidden, weights, rows, slots)
+    score, _ = _functions(impl)
+    return score(hidden, weights, rows, slots)
 
 
 def probe_logits(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
     """Return logits [M] fp32 of M pairs, as `score_probes` does their scores."""
     hidden = _checked(hidden, weights, impl)
-    if impl == "reference":
-        return logits_reference(hidden, weights, rows, slots)
-    if impl == "cpu":
-        from probemon.engine.kernels.cpu import logits_cpu
-
-        return logits_cpu(hidden, weights, rows, slots)
-    if impl == "numba":
-        from probemon.engine.kernels.numba_cpu import logits_numba
-
-        return logits_numba(hidden, weights, rows, slots)
-    from probemon.engine.kernels.triton_pairs import logits_triton
-
-    return logits_triton(hidden, weights, rows, slots)
+    _, logits = _functions(impl)
+    return logits(hidden, weights, rows, slots)
 
 
 def group_scores(logits: Floats, starts: Ints, device: torch.device, *, impl: str) -> Floats:
@@ -153,6 +132,23 @@ def group_scores(logits: Floats, starts: Ints, device: torch.device, *, impl: st
 
         return softmax_triton(logits, starts, device)
     return softmax(logits, starts)
+
+
+def _functions(impl: str) -> tuple[_OfPairs, _OfPairs]:
+    """Return what gives scores and what gives logits; only what is asked for is imported."""
+    if impl == "reference":
+        return score_reference, logits_reference
+    if impl == "cpu":
+        from probemon.engine.kernels.cpu import logits_cpu, score_cpu
+
+        return score_cpu, logits_cpu
+    if impl == "numba":
+        from probemon.engine.kernels.numba_cpu import logits_numba, score_numba
+
+        return score_numba, logits_numba
+    from probemon.engine.kernels.triton_pairs import logits_triton, score_triton
+
+    return score_triton, logits_triton
 
 
 def _checked(hidden: Tensor, weights: Mapping[str, Tensor], impl: str) -> Tensor:

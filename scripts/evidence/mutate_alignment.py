@@ -40,6 +40,7 @@ TESTS = [
     "tests/tracking/test_by_hand.py",
     "tests/engine/test_extreme.py",
     "tests/tracking/test_silence.py",
+    "tests/tracking/test_one_thread.py",
     "tests/offline/test_corpus_hosts.py",
 ]
 # Which of them is asked first about a file: it most likely notices, and the others need not run.
@@ -55,6 +56,7 @@ FIRST = {
     "offline/state_reader.py": "states",
     "tracking/hand_loop.py": "by_hand",
     "host/fingerprint.py": "corpus_hosts",
+    "tracking/watched_threads.py": "one_thread",
     "tracking/copied_caches.py": "by_hand",
     "engine/outcome.py": "extreme",
     "packs/opened.py": "extreme",
@@ -631,6 +633,18 @@ MUTATIONS = [
         "np.argwhere(self.ids != sequences)[:1]",
         "np.argwhere(self.ids != sequences)[:0]",
         "the last token of an output is not compared",
+    ),
+    (
+        "tracking/watched_threads.py",
+        "return self.one_thread and threading.get_ident() != self._attached",
+        "return False",
+        "a run of one thread takes the forwards of others for its own",
+    ),
+    (
+        "tracking/watched_threads.py",
+        "return self.one_thread and threading.get_ident() != self._attached",
+        "return self.one_thread",
+        "a run of one thread does not see its own",
     ),
 ]
 

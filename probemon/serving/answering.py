@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
-from probemon.errors import ConfigError, UnknownConcept
+from probemon.errors import ConfigError, RequestRefused, UnknownConcept
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
@@ -113,7 +113,9 @@ class Answering(StoppingCriteria):
         self._draws = Draws(seed, served.model.device) if served.draws(prepared.request) else None
 
     def run(self) -> Ending:
-        """Generate, and return how it ended. Raises what `model.generate` raises."""
+        """Generate, and return how it ended. Raises what `model.generate` raises, and `RequestRefused` where the file
+        was read again since the request came, and its rules cannot be any more.
+        """
         served, request = self._served, self._prepared.request
         ids = torch.tensor([list(self._ids)], device=served.model.device)
         with (
@@ -135,16 +137,7 @@ class Answering(StoppingCriteria):
                 self._hold_to(held, count=False)
             for follower in self._followers:
                 run.follow(follower)
-            for rule, probes in self._prepared.rules:
-                run.on(
-                    list(probes),
-                    above=rule.above,
-                    for_tokens=rule.for_tokens,
-                    aggregate=rule.aggregate,
-                    action=Named("stop" if rule.action == "stop" else "record", partial(self._met, rule.action)),
-                    # Rules that a request relies on must not be silent. With `hold` the answer ends before that token.
-                    on_blind="pass" if self._hold else "raise",
-                )
+            self._watch_rules(run)
             run.listen(self._scored)
             if served.telemetry is not None:
                 run.follow(served.telemetry.of_response(self._listener.id))
@@ -180,6 +173,21 @@ class Answering(StoppingCriteria):
         if self._complete:  # before its last token is told: what is left of a character is that one's text
             self._text.end()
         return self._complete
+
+    def _watch_rules(self, run: Any) -> None:
+        for at, (rule, probes) in enumerate(self._prepared.rules):
+            try:
+                run.on(
+                    list(probes),
+                    above=rule.above,
+                    for_tokens=rule.for_tokens,
+                    aggregate=rule.aggregate,
+                    action=Named("stop" if rule.action == "stop" else "record", partial(self._met, rule.action)),
+                    # Rules that a request relies on must not be silent. With `hold` the answer ends before that token.
+                    on_blind="pass" if self._hold else "raise",
+                )
+            except (ConfigError, UnknownConcept) as error:  # it was checked when it came: the file was read again since
+                raise RequestRefused(str(error), f"probemon.rules[{at}]") from None
 
     def hold_to(self, held: Held) -> None:
         """Hold to what the deployment file says now, from the next token on; from any thread."""

@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from probemon.serving.answering import Ending, Piece
-from probemon.serving.generator import Job
+from probemon.serving.generator import Failure, Job
 
 DONE = b"data: [DONE]\n\n"
 _OBJECTS = {
@@ -123,9 +123,15 @@ def error_object(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_chunk(message: str) -> bytes:
+def failure_object(failure: Failure) -> dict[str, Any]:
+    """Return why an answer could not go on as OpenAI's clients read it."""
+    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
+    return error_object(failure.message, failure.param, code="answer_failed", kind=kind)
+
+
+def failure_chunk(failure: Failure) -> bytes:
     """Return the error that ends a stream which had begun."""
-    return _data(error_object(message, code="answer_failed", kind="server_error"))
+    return _data(failure_object(failure))
 
 
 def _data(content: dict[str, Any]) -> bytes:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from probemon.errors import RequestRefused
 from probemon.monitor.health import Health
 from probemon.serving.answering import Ending, Piece
-from probemon.serving.answers import Answers, error_chunk, error_object
+from probemon.serving.answers import Answers, error_object, failure_chunk, failure_object
 from probemon.serving.canary import ServedCanary
 from probemon.serving.event_stream import EventStream, wait_for_disconnect
 from probemon.serving.generator import Failure, Generator, Job
@@ -216,7 +216,7 @@ async def _chunks(job: Job) -> AsyncGenerator[bytes]:
     answers = Answers(job)
     async for told in job.outbox:
         if isinstance(told, Failure):
-            yield error_chunk(told.message)
+            yield failure_chunk(told)
             return
         yield answers.chunks(told)
     if not job.cancelled:
@@ -227,8 +227,7 @@ async def _whole(job: Job) -> Response:
     answers = Answers(job)
     async for told in job.outbox:
         if isinstance(told, Failure):
-            content = error_object(told.message, code="answer_failed", kind="server_error")
-            return JSONResponse(content, status_code=500)
+            return JSONResponse(failure_object(told), status_code=told.status)
         assert isinstance(told, (Piece, Ending))
         answers.add(told)
     if job.cancelled:  # nobody reads it

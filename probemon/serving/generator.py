@@ -33,9 +33,11 @@ _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
 
 @dataclass(frozen=True)
 class Failure:
-    """The answer cannot go on; `message` is for the client."""
+    """The answer cannot go on: `message` and `param`, what of the request is at fault, for the client; `status` of HTTP."""
 
     message: str
+    param: str | None = None
+    status: int = 500
 
 
 class Job:
@@ -98,13 +100,13 @@ class Job:
         self._ring.publish("end", {"request": self.id, "choice": ending.choice, **values})
         self.outbox.put(ending, 0)
 
-    def fail(self, message: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """Tell that it cannot go on."""
         for choice in self._content["choices"]:
             if choice["finish_reason"] is None:
                 self._records.set(self._record, choice, {"finish_reason": "error"})
-        self._ring.publish("error", {"request": self.id, "message": message})
-        self.outbox.put(Failure(message), 0, wait=False)
+        self._ring.publish("error", {"request": self.id, "message": failure.message})
+        self.outbox.put(failure, 0, wait=False)
 
     def finish(self) -> None:
         """Nothing more will come."""
@@ -207,10 +209,13 @@ class Generator:
             except Stalled:
                 outcome = "stalled"
                 job.outbox.leave()
-                job.fail("the client did not read for too long")
+                job.fail(Failure("the client did not read for too long"))
+            except RequestRefused as error:
+                outcome = "refused"
+                job.fail(Failure(str(error), error.param, error.status))
             except Exception as error:
                 LOG.exception("request %s failed", job.id)
-                job.fail(f"{type(error).__name__}: {error}")
+                job.fail(Failure(f"{type(error).__name__}: {error}"))
             finally:
                 job.finish()
                 with self._changed:

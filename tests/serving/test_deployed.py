@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -17,7 +18,7 @@ from probemon.errors import ConfigError, DeploymentError
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.rungs import NAMES
 from probemon.serving.served import Served
-from running_server import LIMITS, Running, demo_tokenizer, tiny_host
+from running_server import LIMITS, Running, demo_tokenizer, eventually, tiny_host
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
 
@@ -276,6 +277,43 @@ def test_a_rule_of_a_request_that_the_file_now_excludes_is_watched_still_and_rul
     events = json.loads(answer.content)["choices"][0]["message"]["probemon"]["events"]
     assert told == [1] and [event["concept"] for event in events] == ["c1", "c2"]
     assert refused.status == 400 and "leave it" in json.loads(refused.content)["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waited_while_the_file_excluded_what_its_rule_is_on_is_refused_by_name(parts, stream):
+    served = served_by(parts)
+    running, begun, may_go_on = Running(served, replace(LIMITS, at_once=1), token=None), Event(), Event()
+
+    def wait(module, args, kwargs):
+        begun.set()
+        may_go_on.wait(30)
+
+    own = {
+        **BODY,
+        "stream": stream,
+        "probemon": {"rules": [{"concept": "c1", "above": 0.0}, {"concept": "c2", "above": 0.0}]},
+    }
+    handle = served.model.model.register_forward_pre_hook(wait, with_kwargs=True)
+    try:
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(running.ask, "POST", "/v1/chat/completions", BODY, Authorization=None)
+            assert begun.wait(30)
+            second = pool.submit(running.ask, "POST", "/v1/chat/completions", own, Authorization=None)
+            eventually(lambda: b"probemon_requests_waiting 1" in running.ask("GET", "/metrics").content)
+            deployment_of(parts[0], exclude=["c2"])
+            assert served.holding.reload() == 0
+            may_go_on.set()
+            answers = [first.result(30), second.result(30)]
+        counts = running.ask("GET", "/metrics").content
+    finally:
+        may_go_on.set()
+        handle.remove()
+        running.close()
+    assert answers[0].status == 200 and answers[1].status == (200 if stream else 400)  # a stream had begun
+    error = json.loads(answers[1].content.removeprefix(b"data: "))["error"]
+    assert error["param"] == "probemon.rules[1]" and "c2" in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert b'probemon_requests_total{outcome="refused"} 1.0' in counts and b'{outcome="failed"}' not in counts
 
 
 def test_a_budget_and_a_breaker_are_of_all_answers_together(parts):

@@ -13,7 +13,7 @@ from test_answers import CHAT, GREEDY, collected, prompt_ids, stream, watched
 
 from probemon.serving.limits import Limits
 from probemon.serving.token_objects import Told
-from running_server import LIMITS, Running
+from running_server import LIMITS, Running, eventually
 
 
 class Turnstile:
@@ -43,13 +43,6 @@ def turnstile(served):
         yield held
     finally:
         held.open()
-
-
-def eventually(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def post(server, ask):

@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import openai
@@ -19,6 +20,13 @@ from probemon.serving.server import all_names, make_server, open_socket
 
 TOKEN = "a token of the tests"
 LIMITS = Limits(max_tokens=48, at_once=2, queue=3, kept_events=64, kept_requests=8, stalled_seconds=2)
+
+
+def eventually(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def tiny_host(tokenizer):

@@ -33,7 +33,7 @@ _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
 
 @dataclass(frozen=True)
 class Failure:
-    """The answer cannot go on: `message` and `param`, what of the request is at fault, for the client; `status` of HTTP."""
+    """The answer cannot go on: `message` and what of the request is at fault, for the client; `status` of HTTP."""
 
     message: str
     param: str | None = None

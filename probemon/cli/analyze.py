@@ -140,7 +140,7 @@ def analyze(
         _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
-    host, tokenizer = load_aloud(model, device, dtype)
+    host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with _progress(source) as progress:
         analysis = manager.analyze(
             host,

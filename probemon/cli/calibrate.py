@@ -169,7 +169,7 @@ def calibrate(
     for document in read(positive) if positive not in (None, "-") else ():
         concepts_of(document, opened)
     name = model or _host_of(opened)
-    host, tokenizer = load_aloud(name, device, dtype)
+    host, tokenizer = load_aloud(name, device, dtype, reads_texts=True)
     # Every probe is scored; the descent, which only says what was seen, is the least there is.
     manager = DynamicProbeManager(
         opened, device=device, load_threshold=1.0, max_loaded_probes=opened.n_probes, strategy="descent"

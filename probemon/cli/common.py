@@ -13,9 +13,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probemon.cli.terminal import terminal
+from probemon.cli.terminal import say, terminal
 from probemon.errors import ConfigError
-from probemon.host.loading import load_model
+from probemon.host.loading import load_model, slow_number
 from probemon.offline.windows import Window
 
 if TYPE_CHECKING:
@@ -125,13 +125,16 @@ def bytes_of(budget: float) -> int:
     return int(budget * 1e9)
 
 
-def load_aloud(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Call `load_model`, and say on standard error what takes long."""
+def load_aloud(name: str, device: str, dtype: str = "auto", *, reads_texts: bool = False) -> tuple[Any, Any]:
+    """Call `load_model`, and say on standard error what takes long, or would take less where many texts are read."""
     from rich.text import Text
 
     aside = terminal(error=True)
     with aside.status(Text(f"loading {name}")) if aside.is_terminal else nullcontext():
-        return load_model(name, device, aside.print, dtype=dtype)
+        model, tokenizer = load_model(name, device, aside.print, dtype=dtype)
+    if reads_texts and (number := slow_number(model)):
+        say(f"this CPU has no {number} instructions: --dtype float32 reads texts several times faster", error=True)
+    return model, tokenizer
 
 
 def window_of(n_tokens: int, overlap: int) -> Window | None:

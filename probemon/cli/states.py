@@ -70,7 +70,7 @@ def states(
     use_threads(threads)
     # What is wrong with the texts shows before the model is loaded.
     read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
-    host, tokenizer = load_aloud(model, device, dtype)
+    host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with progress_bar("states", unit="token") as bar:
         found = collect(
             host,

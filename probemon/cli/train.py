@@ -148,7 +148,7 @@ def train(
     # What is wrong with the examples, or with the target, shows before the model is loaded.
     check_target(out, overwrite)
     examples = read_examples(data, exclusive=exclusive, text_field=text_field)
-    host, tokenizer = load_aloud(model, device, dtype)
+    host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     page = report or out.with_name(f"{out.name}.html")
     with progress_bar("states", total=1, unit="") as bar:
 

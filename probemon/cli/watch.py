@@ -83,7 +83,7 @@ def watch(
     alert_set: AlertSet = None,
     audit_rate: AuditRate = 0.0,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, alternating.")
+        bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, step by step.")
     ] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",

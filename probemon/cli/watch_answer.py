@@ -218,9 +218,10 @@ class Watched:
             f"kernel: {self.manager.impl} ({self.manager.impl_why})",
             f"strategy: {strategy.step} for a token, {strategy.batch} for a prompt: {strategy.why}",
             (
-                f"host {cost.host_ms:.1f} ms a token bare, {cost.watched_ms:.1f} watched ({cost.overhead_pct:+.1f} %,"
-                f" 95 % interval {cost.interval_pct[0]:+.1f} to {cost.interval_pct[1]:+.1f};"
-                f" {cost.monitor_ms:.2f} ms inside our hooks; medians of {cost.n_steps} steps each, alternating)"
+                f"host {cost.host_ms:.1f} ms a token; watching adds {cost.added_ms:.2f} ms ({cost.overhead_pct:+.1f} %,"
+                f" 95 % interval {cost.interval_pct[0]:+.1f} to {cost.interval_pct[1]:+.1f}"
+                f"{'' if cost.is_resolved else ', wide: other work runs beside it'};"
+                f" {cost.monitor_ms:.2f} ms inside our hooks; medians of {cost.n_steps} pairs of steps)"
             ),
         ]
 
@@ -232,9 +233,10 @@ class Watched:
             "strategy": {"token": self.manager.strategy.step, "prompt": self.manager.strategy.batch},
             "host_ms_per_token": round(self.cost.host_ms, 3),
             "monitor_ms_per_token": round(self.cost.monitor_ms, 3),
-            "watched_ms_per_token": round(self.cost.watched_ms, 3),
+            "added_ms_per_token": round(self.cost.added_ms, 3),
             "overhead_pct": round(self.cost.overhead_pct, 2),
             "overhead_interval_pct": [round(end, 2) for end in self.cost.interval_pct],
+            "is_resolved": self.cost.is_resolved,
         }
 
     def _threshold_lines(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Measure what watching costs: generation watched and bare, alternating in one process.
+"""Measure what watching costs: a watched generation and a bare one in lockstep, in one process.
 
-cost = overhead(manager, model, inputs, n_tokens=6, n_pairs=16)
-cost.host_ms, cost.monitor_ms, cost.overhead_pct, cost.interval_pct
+cost = overhead(manager, model, inputs)
+cost.host_ms, cost.overhead_pct, cost.interval_pct, cost.is_resolved
 """
 
 from __future__ import annotations
@@ -10,61 +10,53 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from probemon.engine.scorer import Scorer
+from probemon.monitor.lockstep import Side, in_lockstep, shared_copy
 from probemon.monitor.run import MonitorRun
 
+WIDTH_PCT = 0.5  # of the interval: what is measured until it is no wider
+_FEWEST_TURNS = 8  # that an interval is drawn from
 _RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Medians over the decode steps of all generations, milliseconds. `monitor_ms`: the part inside our hooks.
-    `interval_pct`: 95 % of what `overhead_pct` might have been (`ratio_interval_pct`).
+    """Of the decode steps of all turns, milliseconds. `host_ms`: the median bare one. `added_ms`: the median of what a
+    watched one took more than the bare one beside it. `monitor_ms`: the part inside our hooks. `interval_pct`: 95 % of
+    what `overhead_pct` might have been. `is_resolved`: the interval is as narrow as was asked for.
     """
 
     host_ms: float
-    watched_ms: float
+    added_ms: float
     monitor_ms: float
     n_steps: int
     interval_pct: tuple[float, float]
+    is_resolved: bool
 
     @property
     def overhead_pct(self) -> float:
-        """Return by how many per cent the median watched step is above the bare one; noise can make it negative."""
-        return 100 * (self.watched_ms / self.host_ms - 1)
+        """Return how many per cent of a bare step watching adds; noise can make it negative."""
+        return 100 * self.added_ms / self.host_ms
 
 
-def ratio_interval_pct(bare: npt.ArrayLike, watched: npt.ArrayLike) -> tuple[float, float]:
-    """Return `(low, high)`: 95 % of the per cent by which the median of all watched times is above that of all bare
-    ones, had other turns been measured.
+def added_pct(bare: npt.ArrayLike, watched: npt.ArrayLike) -> tuple[float, float, float]:
+    """Return `(value, low, high)`: the median of what watched times are above the bare ones beside them, in per cent of
+    the median bare time, and 95 % of what that might have been.
 
-    `bare`, `watched` `[turns, times]`. Turns are drawn with replacement, a pair of both at a time, 2,000 times: the
-    percentile bootstrap (Efron & Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13).
+    `bare`, `watched` `[turns, times]`. Turns are drawn with replacement, 2,000 times: the percentile bootstrap (Efron &
+    Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13), by cluster, since times of one turn are alike.
     """
-    sides = [np.asarray(times, dtype=np.float64) for times in (bare, watched)]
-    drawn = np.random.default_rng(0).integers(len(sides[0]), size=(_RESAMPLES, len(sides[0])))
-    medians = [np.median(times[drawn].reshape(_RESAMPLES, -1), axis=1) for times in sides]
-    low, high = np.percentile(100 * (medians[1] / medians[0] - 1), (2.5, 97.5))
-    return float(low), float(high)
-
-
-class _Clock(StoppingCriteria):
-    """Asked after every step of `generate`, bare and watched alike: notes the time, stops nothing."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    base = np.asarray(bare, dtype=np.float64)
+    more = np.asarray(watched, dtype=np.float64) - base
+    drawn = np.random.default_rng(0).integers(len(base), size=(_RESAMPLES, len(base)))
+    values = [np.median(more[turns]) / np.median(base[turns]) for turns in drawn]
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(100 * np.median(more) / np.median(base)), float(100 * low), float(100 * high)
 
 
 def overhead(
@@ -72,40 +64,58 @@ def overhead(
     model: Any,
     inputs: Mapping[str, Any],
     *,
-    n_tokens: int = 6,
-    n_pairs: int = 16,
+    n_tokens: int = 12,
+    width_pct: float = WIDTH_PCT,
+    most_seconds: float = 60.0,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Overhead:
-    """Time greedy decoding of `n_tokens` tokens, `n_pairs` times bare and watched, the order turned each time.
+    """Time greedy decoding of `n_tokens` tokens, bare and watched in lockstep, turn by turn, until the 95 % interval of
+    what is added is no wider than `width_pct` or `most_seconds` are over.
 
-    Turns are short, so that what else runs on the machine falls on both alike.
+    Raises `ConfigError` where the host cannot be copied, to run bare.
     """
-    turns: dict[bool, list[list[float]]] = {False: [], True: []}
-    inside: list[float] = []
+    bare_model, inside = shared_copy(model), list[float]()
+    options = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False}
 
-    def once(watched: bool, keep: bool = True) -> None:
-        clock = _Clock()
-        options = {
-            "max_new_tokens": n_tokens,
-            "min_new_tokens": n_tokens,
-            "do_sample": False,
-            "stopping_criteria": StoppingCriteriaList([clock]),
-        }
-        if watched:
-            with MonitorRun(manager, model) as run:
-                model.generate(**inputs, **options)
-            if keep:
-                inside.extend(list(run.forward_seconds)[1:])
-        else:
-            model.generate(**inputs, **options)
-        if keep:
-            turns[watched].append([b - a for a, b in pairwise(clock.times)])
+    def bare(criteria: Any, n: int) -> None:
+        bare_model.generate(**inputs, **options, stopping_criteria=criteria)
 
-    once(True, keep=False)
-    for pair in range(n_pairs):
-        progress(f"measuring the overhead, pair {pair + 1} of {n_pairs}")
-        for watched in (False, True) if pair % 2 == 0 else (True, False):
-            once(watched)
-    bare, watched_ms = (1e3 * float(np.median(turns[side])) for side in (False, True))
-    interval = ratio_interval_pct(turns[False], turns[True])
-    return Overhead(bare, watched_ms, statistics.median(inside) * 1e3, np.size(turns[False]), interval)
+    def watched(criteria: Any, n: int) -> None:
+        with MonitorRun(manager, model) as run:
+            model.generate(**inputs, **options, stopping_criteria=criteria)
+        inside.extend(list(run.forward_seconds)[1:])
+
+    progress("measuring what watching adds")
+    in_lockstep(bare, watched, n_tokens)  # what is made at first use does not count
+    inside.clear()
+
+    def say(value: float, low: float, high: float) -> None:
+        progress(f"measuring what watching adds: {value:+.1f} % ({low:+.1f} to {high:+.1f})")
+
+    times, (value, low, high) = compared(bare, watched, n_tokens, width_pct, most_seconds, say)
+    host_ms = float(np.median(times[..., 0])) * 1e3
+    is_resolved = high - low <= width_pct and len(times) >= _FEWEST_TURNS
+    inside_ms = statistics.median(inside) * 1e3
+    return Overhead(host_ms, value * host_ms / 100, inside_ms, times[..., 0].size, (low, high), is_resolved)
+
+
+def compared(
+    one: Side,
+    other: Side,
+    n_tokens: int,
+    width_pct: float,
+    most_seconds: float,
+    say: Callable[[float, float, float], None] = lambda value, low, high: None,
+) -> tuple[npt.NDArray[np.float64], tuple[float, float, float]]:
+    """Return the seconds of steps `[turns, n_tokens - 1, 2]` and what the other side adds (`added_pct`), from as many
+    turns as it takes.
+    """
+    turns: list[npt.NDArray[np.float64]] = []
+    begin, narrow, added = time.monotonic(), False, (0.0, 0.0, 0.0)
+    while not narrow and (len(turns) < 2 or time.monotonic() - begin < most_seconds):
+        turns.append(in_lockstep(one, other, n_tokens, first=len(turns) % 2))
+        seconds = np.array(turns)
+        added = added_pct(seconds[..., 0], seconds[..., 1])
+        narrow = len(turns) >= _FEWEST_TURNS and added[2] - added[1] <= width_pct
+        say(*added)
+    return np.array(turns), added

@@ -6,7 +6,7 @@
 In each round the bare host and every way of watching it generate the same tokens, in an order that turns. `added_pct`
 is what the median generation of a way takes over the bare one's, in CPU time of the one thread that computes. Two
 generations of the same host differ by more than what is looked for, so `hooks_pct` is beside it: the time inside our
-hooks over the rest of the very same generation. Both with the 95 % interval of `ratio_interval_pct`. The bar is 5 % for
+hooks over the rest of the very same generation. Both with the 95 % interval of `added_pct`. The bar is 5 % for
 records of steps and of reads, and is held or missed by the time inside hooks; `states=True` computes the recurrence
 again, and has none.
 """
@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from probemon.core.files import write_text_atomically
 from probemon.models.ltm import LtmConfig, LtmForCausalLM
-from probemon.monitor.overhead import ratio_interval_pct
+from probemon.monitor.overhead import added_pct
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.captures import timed
 from probemon.telemetry.recurrent import StateMonitor
@@ -100,11 +100,9 @@ def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
     bare_ms, rows = 1e3 * statistics.median(bare) / N_NEW, []
     for way, taken in seconds.items():
         # A turn is one generation of each.
-        low, high = ratio_interval_pct([[one] for one in bare], [[one] for one in taken])
-        added = 100 * (statistics.median(taken) / statistics.median(bare) - 1)
+        added, low, high = added_pct([[one] for one in bare], [[one] for one in taken])
         rest = [one - ours for one, ours in zip(whole[way], inside[way], strict=True)]
-        hooks_low, hooks_high = ratio_interval_pct([[one] for one in rest], [[one] for one in whole[way]])
-        hooks = 100 * (statistics.median(one / other for one, other in zip(whole[way], rest, strict=True)) - 1)
+        hooks, hooks_low, hooks_high = added_pct([[one] for one in rest], [[one] for one in whole[way]])
         bar = None if way == "states" else BAR
         rows.append(
             {

@@ -329,9 +329,10 @@ def test_a_system_prompt_comes_before_the_prompt(demo, watch):
 
 
 def test_measured_times_and_what_ran_are_told_together(watch, monkeypatch):
-    monkeypatch.setattr(measuring, "overhead", partial(measuring.overhead, n_tokens=2, n_pairs=1))
+    monkeypatch.setattr(measuring, "overhead", partial(measuring.overhead, n_tokens=2, most_seconds=0))
     lines, answer = watch("--max-new-tokens", 2, "--measure")
     assert answer["measured"]["kernel"] and answer["measured"]["host_ms_per_token"] > 0
+    assert answer["measured"]["is_resolved"] is False and any("wide: other work" in line for line in lines)
     assert [line.split(":")[0] for line in lines if line.startswith(("kernel", "strategy"))] == ["kernel", "strategy"]
 
 

@@ -14,7 +14,7 @@ import benchmark
 import eviction
 from bench import gpu, scoring
 from bench.scoring import Cell, WrongScores
-from probemon.monitor.overhead import ratio_interval_pct
+from probemon.monitor.overhead import added_pct
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Cell(32, "bfloat16", 2, 8)
@@ -91,7 +91,8 @@ def test_the_interval_of_an_overhead_covers_it_as_often_as_it_says():
     for _ in range(200):  # a machine whose speed wanders from turn to turn; watched, all takes 3 % more
         speed = 1 + 0.05 * rng.random((40, 1))
         bare, watched = (factor * speed * (1 + 0.1 * rng.exponential(size=(40, 5))) for factor in (1, 1.03))
-        low, high = ratio_interval_pct(bare, watched)
+        value, low, high = added_pct(bare, watched)
+        assert low <= value <= high
         covered += low <= 3 <= high
     assert 180 <= covered <= 199
 

@@ -96,6 +96,7 @@ def states(
                 "concepts": found.concepts,
                 "texts": len(found.store.first),
                 "rows": len(found.document),
+                "left_out": found.left_out,
                 "widths": widths,
             }
         )
@@ -104,4 +105,6 @@ def states(
         f"{out}: states of {len(found.document)} tokens of {len(found.store.first)} texts at"
         f" {', '.join(f'{site} ({width} values each)' for site, width in widths.items())}, in safetensors"
     )
+    if found.left_out:
+        say(f"the budget had no room for {found.left_out} tokens more: those that are there were drawn, each as likely")
     say("labels, characters and groups of the tokens in tokens.safetensors, the texts in texts.jsonl")

@@ -13,6 +13,12 @@ from probemon.training.settings import TrainingSettings
 
 _FEWEST_TESTED = 5  # texts of a side, under which one mistake moves an area by more than a fifth
 _SHOWN = 50  # concepts of a table
+_UNLIKE = 3  # concepts of which a text is named that is given with and without them
+_DRAWN = {
+    "probes": "probes learnt from",
+    "layers": "layers and penalties were chosen on",
+    "embeddings": "those of input embeddings learnt from",
+}
 NAMES = {
     "words": "words (TF-IDF)",
     "embedding": "input embedding",
@@ -72,6 +78,21 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
             found.append(
                 f"The budget had no room for all {what} ({', '.join(cut)} were left out): give more, or fewer layers."
             )
+    drawn = [
+        f"{_DRAWN[what]} {n['tokens']:,} of {n['of']:,}"
+        for what, n in quality["drawn"].items()
+        if n["tokens"] < n["of"]
+    ]
+    if drawn:
+        found.append(f"Of the tokens that train, evenly drawn ones had room in memory: {', '.join(drawn)}.")
+    found += [
+        f"{_n(unlike['texts'], 'text')} {'is' if unlike['texts'] == 1 else 'are'} given with `{id}` and without it"
+        f" ({unlike['there']} and {unlike['absent']} say the same): both are learnt, and nothing can be right on both."
+        for id, unlike in list(quality["contradictions"].items())[:_UNLIKE]
+    ]
+    if len(quality["contradictions"]) > _UNLIKE:
+        more = list(quality["contradictions"])[_UNLIKE:]
+        found.append(f"So are texts of {_some(more)}.")
     untested = [id for id, concept in concepts.items() if not (concept["n_positive"] and concept["n_negative"])]
     if untested:
         found.append(f"Nothing tests {_some(untested)}: there is no test text with it, or none without it.")

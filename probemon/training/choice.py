@@ -1,6 +1,6 @@
 """Which site probes read, and how strongly their weights are held back.
 
-    choice = Choice.of(sites, tables, alone=True)        # tables [K, L, P] of cross-validation, a site each
+    choice = Choice.of(sites, tables, alone=True, seen=(n, n))   # tables [K, L, P] of cross-validation, a site each
     choice.site_of[3], choice.l2[3]                      # those of concept 3
 
 One site for all concepts, the earliest within a standard error of the best; a concept of a flat pack has another where
@@ -32,6 +32,8 @@ _LEAST_GAIN = 0.01  # in AUROC, for which a concept has a site of its own
 class Choice:
     """What cross-validation chose: the site of each concept, and its penalty `l2 [P]`; `curve`: (AUROC, standard error)
     of each site, over the concepts, and `areas [I, P]` of each concept.
+
+    `seen`: how many tokens it saw, and of how many.
     """
 
     sites: tuple[str, ...]
@@ -39,9 +41,10 @@ class Choice:
     l2: Tensor
     curve: tuple[tuple[float, float], ...]
     areas: Doubles
+    seen: tuple[int, int]
 
     @classmethod
-    def of(cls, sites: Sequence[str], tables: Sequence[Doubles], *, alone: bool) -> Choice:
+    def of(cls, sites: Sequence[str], tables: Sequence[Doubles], *, alone: bool, seen: tuple[int, int]) -> Choice:
         """Choose from tables `[K, L, P]` of each site. `alone`: a concept may have another site than the others."""
         points = curve(tables)
         shared = earliest_within_one_error(points)
@@ -61,4 +64,5 @@ class Choice:
             penalties[torch.tensor(chosen), torch.arange(len(chosen))],
             tuple(points),
             np.stack([means(table).max(axis=0) for table in tables]),
+            seen,
         )

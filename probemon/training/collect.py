@@ -50,7 +50,10 @@ _BATCH = 4096  # rows of a batch of parquet
 
 @dataclass(frozen=True)
 class Collected:
-    """R tokens of texts in a folder: `document`, `position`, `token`, `start`, `end`, `group` `[R]`, `known [R, P]`."""
+    """R tokens of texts in a folder: `document`, `position`, `token`, `start`, `end`, `group` `[R]`, `known [R, P]`.
+
+    `left_out`: how many tokens more the budget had no room for.
+    """
 
     folder: Path
     concepts: list[str]
@@ -62,6 +65,7 @@ class Collected:
     group: Ints
     known: Known
     store: StateStore
+    left_out: int = 0
 
     def states(self, site: str) -> SiteStates:
         """Return the states of a site."""
@@ -147,6 +151,7 @@ def collect(
     texts = render(examples.texts, tokenizer, roles=roles)
     tokens = reader.tokens(texts)
     kept = [np.flatnonzero(text.counts(own)) for text, own in zip(texts, tokens, strict=True)]
+    n_wanted = sum(map(len, kept))
     if budget is not None:
         check_count("budget", budget, least=1, remedy="give a number of bytes, or None for all tokens")
         kept = within_budget(kept, [False] * len(kept), row_bytes=reader.row_bytes, budget=budget, seed=seed)
@@ -176,6 +181,7 @@ def collect(
             group[store.document],
             known,
             store,
+            n_wanted - len(store.document),
         )
         _remove_earlier(found)
         _write(found, [text.text for text in texts], [text.where for text in texts], group)

@@ -57,9 +57,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             csv.field_size_limit(_LONGEST_CELL)
             with path.open(encoding="utf-8-sig", newline="") as stream:
                 table = csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
-                twice = [name for name, n in Counter(table.fieldnames or ()).items() if n > 1]
-                if twice:
-                    raise TrainingError(f"{path.name} has two columns {twice[0]!r}: rename one")
+                _check_columns(table.fieldnames or (), path.name)
                 for i, row in enumerate(table):
                     yield f"{path.name}, row {i + 1}", _of_cells(row, f"{path.name}, row {i + 1}")
         elif suffix in _YAML:
@@ -115,8 +113,23 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         file = arrow.parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
         raise TrainingError(f"{path.name} is no parquet: {str(error).splitlines()[0]}") from None
+    _check_columns(file.schema_arrow.names, path.name)
     for batch in file.iter_batches(1024):
-        yield from batch.to_pylist()
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:  # which is told beside those of other files
+            raise
+        except (ValueError, OverflowError) as error:  # a date after the year 9999, an unknown time zone
+            raise TrainingError(
+                f"{path.name} holds values that cannot be read ({str(error).splitlines()[0]}): leave such columns out"
+            ) from None
+        yield from rows
+
+
+def _check_columns(names: Sequence[str], where: str) -> None:
+    twice = [name for name, n in Counter(names).items() if n > 1]
+    if twice:
+        raise TrainingError(f"{where} has two columns {twice[0]!r}: rename one")
 
 
 def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,8 @@ class Examples:
 
     def extended(self, more: Iterable[Example]) -> Examples:
         """Return these and more examples of the same concepts, with all that follows from the hierarchy."""
-        follows = _follows(self.above)
-        closed = (_closed(example, self.concepts, follows, exclusive=False) for example in more)
+        follows, beside = _follows(self.above), _beside(self.concepts)
+        closed = (_closed(example, self.concepts, follows, beside, exclusive=False) for example in more)
         return replace(self, texts=(*self.texts, *closed))
 
 
@@ -183,8 +184,8 @@ def read_examples(
         )
     if labelled and not exclusive:
         _check_known(texts)
-    follows = _follows(above)
-    closed = tuple(_closed(example, concepts, follows, exclusive) for example in texts)
+    follows, beside = _follows(above), _beside(concepts)
+    closed = tuple(_closed(example, concepts, follows, beside, exclusive) for example in texts)
     _check_of_concepts(closed)
     return Examples(concepts, above, closed)
 
@@ -204,28 +205,28 @@ def _check_concept(concept: Concept) -> None:
 
 def _above(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
     """Return the ids above each concept. Raises `TrainingError` for parents that are not there, and for a circle."""
+    for id, concept in concepts.items():
+        for parent in concept.parents:
+            if parent not in concepts:
+                raise TrainingError(f"the concept {id!r} has the parent {parent!r}, of which nothing is said")
     above: dict[str, frozenset[str]] = {}
-
-    def climb(id: str, below: tuple[str, ...]) -> frozenset[str]:
-        if id in below:
-            raise TrainingError(f"parents go in a circle: {' < '.join([*below[below.index(id) :], id])}")
-        if id not in above:
-            for parent in concepts[id].parents:
-                if parent not in concepts:
-                    raise TrainingError(f"the concept {id!r} has the parent {parent!r}, of which nothing is said")
+    try:
+        for id in TopologicalSorter({id: concept.parents for id, concept in concepts.items()}).static_order():
             parents = concepts[id].parents
-            above[id] = frozenset(parents).union(*(climb(parent, (*below, id)) for parent in parents))
-        return above[id]
-
-    for id in concepts:
-        climb(id, ())
-    return above
+            above[id] = frozenset(parents).union(*(above[parent] for parent in parents))
+    except CycleError as error:
+        circle = error.args[1][:0:-1]  # without the first, which is the last, too; from below to above
+        first = circle.index(min(circle))
+        shown = [*circle[first:], *circle[:first], circle[first]]
+        raise TrainingError(f"parents go in a circle: {' < '.join(shown)}") from None
+    return {id: above[id] for id in concepts}
 
 
 def _closed(
     example: Example,
     concepts: Mapping[str, Concept],
     follows: Mapping[bool, Mapping[str, Sequence[str]]],
+    beside: Mapping[str, frozenset[str]],
     exclusive: bool,
 ) -> Example:
     """Return an example with all that follows from what it says: what is above a concept is there with it, what is
@@ -244,23 +245,32 @@ def _closed(
                     f"{example.where}: {other!r} is there and absent at once, by {id!r} and what is above or below it"
                 )
     there = {id for id, known in labels.items() if known} | {span.concept for span in spans if span.positive}
-    beside = set()
+    denied: Iterable[str] = ()
     if exclusive and not example.spans:
-        beside = set(concepts)
+        denied = concepts
     elif example.of_concept:
-        parents = {id: set(concepts[id].parents) for id in concepts}
-        beside = {
-            other
-            for id in there
-            for other in concepts
-            if parents[other] & parents[id] or not (parents[other] or parents[id])
-        }
-    for id in concepts:
-        if id in beside and id not in there:
+        others = frozenset[str]().union(*(beside[id] for id in there))
+        denied = [id for id in concepts if id in others]
+    for id in denied:
+        if id not in there:
             for other in follows[False][id]:
                 if other not in there:
                     labels.setdefault(other, False)
     return replace(example, labels=labels, spans=spans)
+
+
+def _beside(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
+    """Return those that share a parent with each concept, itself among them; of one without parents all such."""
+    families: dict[str | None, set[str]] = {}
+    for id, concept in concepts.items():
+        for parent in concept.parents or (None,):
+            families.setdefault(parent, set()).add(id)
+    shared = {parent: frozenset(family) for parent, family in families.items()}
+    found: dict[str, frozenset[str]] = {}
+    for id, concept in concepts.items():
+        first, *others = (shared[parent] for parent in concept.parents or (None,))
+        found[id] = first.union(*others) if others else first  # of thousands side by side not a copy each
+    return found
 
 
 def _follows(above: Mapping[str, frozenset[str]]) -> dict[bool, dict[str, list[str]]]:

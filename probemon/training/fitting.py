@@ -35,12 +35,15 @@ _CHUNK = 1 << 15
 
 @dataclass(frozen=True)
 class Rows:
-    """Standardised states `x [N, D]` fp32 of parts of texts: `part [N]` of each, `row [N]` in the store."""
+    """Standardised states `x [N, D]` fp32 of parts of texts: `part [N]` of each, `row [N]` in the store; drawn
+    from `n_of` rows.
+    """
 
     x: Tensor
     part: Tensor
     row: Tensor
     standard: Standard
+    n_of: int
 
     @classmethod
     def of(
@@ -56,24 +59,26 @@ class Rows:
     ) -> Rows:
         """Take rows of the parts in `use [S]`, at most so many bytes of them: drawn, each as likely."""
         row = torch.from_numpy(np.flatnonzero(use[part_of_row.numpy()]))
-        most = max(1, most_bytes // (4 * states.shape[1]))
-        if len(row) > most:
-            drawn = sample(most / len(row), seed, row.numpy())
+        n_of, most = len(row), max(1, most_bytes // (4 * states.shape[1]))
+        if n_of > most:
+            drawn = sample(most / n_of, seed, row.numpy())
             row = row[torch.from_numpy(drawn)] if drawn is not None else row[:most]
         x = prepared(states, row, spec, dtype)
         standard = Standard.of(x)
-        return cls(x.sub_(standard.mean).div_(standard.scale), part_of_row[row], row, standard)
+        return cls(x.sub_(standard.mean).div_(standard.scale), part_of_row[row], row, standard, n_of)
 
     def only(self, use: Mask) -> Rows:
         """Return those of the parts in `use [S]`; standardised as before."""
         chosen = torch.from_numpy(use)[self.part]
-        return Rows(self.x[chosen], self.part[chosen], self.row[chosen], self.standard)
+        return Rows(self.x[chosen], self.part[chosen], self.row[chosen], self.standard, self.n_of)
 
 
 @dataclass(frozen=True)
 class Fitted:
     """Probes as they are written, and those of the other methods at the same sites; `method` of the first, `areas` of
     the kinds that it was chosen from.
+
+    `learnt_from`: how many tokens they learnt from, and of how many that train; at the site with the fewest.
     """
 
     method: str
@@ -84,6 +89,7 @@ class Fitted:
     input_of: Ints
     familiar: list[Familiar | None]
     golden: Tensor
+    learnt_from: tuple[int, int]
 
 
 def prepared(states: SiteStates, row: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,7 @@ from probemon.core.score_counts import ScoreCounts
 from probemon.core.scores import Floats
 from probemon.training.calibration import Precise, Threshold, as_floats, number, precision_thresholds, thresholds
 from probemon.training.choice import Choice
+from probemon.training.contradictions import contradictions
 from probemon.training.controls import Controls
 from probemon.training.crossvalidation import Doubles, best_penalties, cross_validated, deal, part_means
 from probemon.training.dataset import OUTSIDE, Dataset
@@ -54,6 +55,7 @@ class Measured:
     - `n_read [S]`: tokens of each part whose states were kept
     - `highest`: by method, the score of each part `[S, P]`: see `part_scores`; NaN of those that train
     - `baselines`: by name, scores of each part `[S, P]`
+    - `drawn`: by what learnt from tokens that train, how many of them there was room for, and of how many
     - `of_tokens`, `of_texts`: alert thresholds of single tokens, and of running scores by text
     """
 
@@ -75,6 +77,7 @@ class Measured:
     giveaways: list[list[str]]
     shuffled: Doubles
     random: Doubles
+    drawn: Mapping[str, tuple[int, int]]
     of_tokens: list[Threshold]
     of_texts: list[Threshold]
     precise: list[Precise] | None
@@ -103,12 +106,13 @@ class Measured:
         giveaways = controls.vocabulary.giveaways(
             [data.text_of(int(i)) for i in np.flatnonzero(controls.train)], data.compared[controls.train]
         )
+        embedding, embeddings_seen = _embedding(data, store, part, rows, settings, host)
         baselines = {
             "words": controls.words(),
             "pooled": controls.pooled(),
             "length": controls.length(),
             "position": controls.position(),
-            "embedding": _embedding(data, store, part, rows, settings, host),
+            "embedding": embedding,
         }
         benign = (data.known == 0) & data.of("calibrate")[:, None]
         position = store.position[rows]
@@ -131,6 +135,7 @@ class Measured:
             giveaways,
             controls.shuffled(),
             controls.random(),
+            {"probes": fitted.learnt_from, "layers": choice.seen, "embeddings": embeddings_seen},
             thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
             # Stretches have no running score, and a rule is not asked of them.
             thresholds(
@@ -212,9 +217,19 @@ class Measured:
             "fpr": self.settings.fpr,
             "alert_sets": list(self.alert_sets),
             "examples": self.counts(),
+            "drawn": {what: {"tokens": n, "of": n_of} for what, (n, n_of) in self.drawn.items()},
+            "contradictions": self._contradictions(),
             "background_fires": self._fires_on_background(),
             "concepts": {concept.id: self._of_concept(p) for p, concept in enumerate(self.data.concepts)},
         }
+
+    def _contradictions(self) -> dict[str, Any]:
+        """By concept: how many texts are given with it and without it, and where the first of them is."""
+        found: dict[str, Any] = {}
+        for one in contradictions(self.data):
+            of = found.setdefault(one.concept, {"texts": 0, "there": one.there, "absent": one.absent})
+            of["texts"] += 1
+        return found
 
     def _of_concept(self, p: int) -> dict[str, Any]:
         seed, own = self.settings.seed, self.test_of(p)
@@ -334,8 +349,11 @@ def _pooled(data: Dataset, store: StateStore, part: Tensor, fitted: Fitted) -> T
 
 def _embedding(
     data: Dataset, store: StateStore, part: Tensor, rows: Ints, settings: TrainingSettings, host: Any
-) -> Doubles:
-    """Scores of parts by probes that read the input embedding of each token alone, learnt and watched as the probes."""
+) -> tuple[Doubles, tuple[int, int]]:
+    """Scores of parts by probes that read the input embedding of each token alone, learnt and watched as the probes.
+
+    Also from how many tokens those learnt, and of how many.
+    """
     table = host.get_input_embeddings().weight.detach()
     ids = torch.from_numpy(
         np.concatenate([tokens.ids for tokens in data.tokens])[
@@ -344,12 +362,12 @@ def _embedding(
     )
     train = data.of("train") & (data.compared >= 0).any(axis=1)
     used = torch.from_numpy(np.flatnonzero(train[part.numpy()]))
-    most = max(1, _EMBEDDING_BYTES // (4 * table.shape[1]))
-    if len(used) > most:
+    n_of, most = len(used), max(1, _EMBEDDING_BYTES // (4 * table.shape[1]))
+    if n_of > most:
         used = used[torch.linspace(0, len(used) - 1, most).long()]
     x = table[ids[used].to(table.device)].float().cpu()
     standard = Standard.of(x)
-    own = Rows(standard(x), part[used], used, standard)
+    own = Rows(standard(x), part[used], used, standard, n_of)
     targets = Targets(own.part, torch.from_numpy(data.compared))
     folds = np.full(len(data.known), -1, dtype=np.int64)
     group = np.unique(data.group[train], return_inverse=True)[1].astype(np.int64)
@@ -360,7 +378,7 @@ def _embedding(
     for begin in range(0, len(rows), _CHUNK):
         some = ids[torch.from_numpy(rows[begin : begin + _CHUNK])].to(table.device)
         scores[begin : begin + _CHUNK] = torch.sigmoid(standard(table[some].float().cpu()) @ w.T + b)
-    return part_scores(data, settings.aggregator, scores, part[torch.from_numpy(rows)])
+    return part_scores(data, settings.aggregator, scores, part[torch.from_numpy(rows)]), (len(used), n_of)
 
 
 def _masked(

@@ -271,13 +271,14 @@ class _Job:
         folds = np.full(len(data.known), -1, dtype=np.int64)
         folds[use] = deal(_numbered(data.group[use]), learnt[use], seed=self.settings.seed)
         targets = Targets(torch.zeros(0, dtype=torch.int64), torch.from_numpy(learnt))
-        tables = []
+        tables, seen = [], list[tuple[int, int]]()
         for i, site in enumerate(self.sites):
             rows = self._rows(store, part, use, site, _SWEEP_BYTES)
             own = Targets(rows.part, targets.known)
+            seen.append((len(rows.row), rows.n_of))
             tables.append(cross_validated(Dense(rows.x), own, folds))
             self.say(f"layer {i + 1} of {len(self.sites)}, {site}: AUROC {curve(tables[-1:])[0][0]:.3f}")
-        return Choice.of(self.sites, tables, alone=not data.is_tree)
+        return Choice.of(self.sites, tables, alone=not data.is_tree, seen=min(seen))
 
     def fit(self, data: Dataset, store: StateStore, part: Tensor, choice: Choice) -> Fitted:
         """Fit the probes of every site that was chosen, by every method."""
@@ -287,7 +288,7 @@ class _Job:
         input_of = np.asarray([used.index(site) for site in choice.site_of], dtype=np.int64)
         by_method: dict[str, Weights] = {}
         familiar: list[Familiar | None] = []
-        golden = []
+        golden, learnt_from = [], list[tuple[int, int]]()
         method, areas = self.settings.method, dict[str, float]()
         names = possible(data, self.settings.aggregator, n_sites=len(used))
         if method not in (*BESIDE, "auto", *names):
@@ -301,6 +302,7 @@ class _Job:
             if method == "auto":
                 # Sites of a pack have probes of one kind: that of the first, which serves the most.
                 method, areas = best_candidate(names, problem) if len(used) == 1 else ("logistic", {})
+            learnt_from.append((len(rows.row), rows.n_of))
             linear = fit_linear(rows, problem.targets, problem.l2)
             for kind in dict.fromkeys((*BESIDE, method)):
                 if kind in BESIDE[1:]:
@@ -313,7 +315,15 @@ class _Job:
             familiar.append(self._familiar(data, store, part, inputs[i]))
             golden.append(store.states(site)[self._golden_rows(data, part)].float())
         return Fitted(
-            method, areas, by_method[method], by_method, inputs, input_of, familiar, torch.stack(golden, dim=1)
+            method,
+            areas,
+            by_method[method],
+            by_method,
+            inputs,
+            input_of,
+            familiar,
+            torch.stack(golden, dim=1),
+            min(learnt_from),
         )
 
     def _rows(self, store: StateStore, part: Tensor, use: np.ndarray, site: str, most_bytes: int) -> Rows:

@@ -33,6 +33,7 @@ def collected(model, texts, tmp_path_factory):
 
 
 def test_every_token_has_its_characters_and_labels(collected, texts):
+    assert collected.left_out == 0
     tokens = load_file(collected.folder / "tokens.safetensors")
     written = [json.loads(line) for line in (collected.folder / "texts.jsonl").read_text().splitlines()]
     assert [row["text"] for row in written] == [row["text"] for row in texts]
@@ -100,5 +101,7 @@ def test_a_manager_collects_what_its_probes_read(model, pack, texts, tmp_path):
     found = DynamicProbeManager(pack).collect(model, make_tokenizer(), texts, tmp_path / "s", budget=4000)
     assert found.store.sites == tuple(pack.sites)
     assert 0.5 < len(found.document) * found.store.kinds[SITE].row_bytes / 4000 < 1.6
+    n_tokens = sum(len(row["text"]) for row in texts)
+    assert found.left_out == n_tokens - len(found.document) > 0
     with pytest.raises(TrainingError, match="there is no example"):
         DynamicProbeManager(pack).collect(model, make_tokenizer(), [], tmp_path / "t")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,14 @@ def test_states_that_were_killed_are_gone_on_with_to_the_same_bytes(folder):
     for name in ("killed", "whole"):
         done = subprocess.run(**command(folder, *given, name), capture_output=True, check=True)
         assert json.loads(done.stdout)["texts"] == 6000
+    less = subprocess.run(
+        **command(
+            folder, "states", "host", "rows.jsonl", "--sites", "resid_post.2", "--budget", "0.0001", "--out", "less"
+        ),
+        capture_output=True,
+        check=True,
+    )
+    assert re.search(r"the budget had no room for \d+ tokens more", less.stdout)
     for path in sorted((folder / "whole").iterdir()):
         assert path.read_bytes() == (folder / "killed" / path.name).read_bytes(), path.name
 

@@ -163,6 +163,9 @@ def test_a_circle_and_a_contradiction_are_told():
     ]
     with pytest.raises(TrainingError, match="parents go in a circle: a < b < a"):
         read_examples(circle)
+    longer = [{"id": a, "parents": [b], "examples": [a]} for a, b in ("dc", "ca", "ab", "bc")]
+    with pytest.raises(TrainingError, match=r"parents go in a circle: a < b < c < a$"):
+        read_examples(longer)
     tree = [{"id": "animal", "examples": ["s"]}, {"id": "whale", "parents": ["animal"], "examples": ["t"]}]
     with pytest.raises(TrainingError, match="'animal' is there and absent at once"):
         read_examples([*tree, {"text": "u", "labels": ["whale"], "not": ["animal"]}])
@@ -214,6 +217,38 @@ def test_a_table_with_a_column_twice_or_an_answer_for_a_label_is_refused(tmp_pat
         (tmp_path / name).write_text(content)
         with pytest.raises(TrainingError, match=said):
             read_examples(tmp_path / name)
+
+
+def test_a_chain_of_parents_may_be_long():
+    chain = [{"id": f"c{i}", "parents": [f"c{i + 1}"][: i < 1200], "examples": [f"t {i}"]} for i in range(1201)]
+    found = read_examples(chain)
+    assert len(found.above["c0"]) == 1200 and list(found.above) == [f"c{i}" for i in range(1201)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"when": pa.array([10**15], pa.timestamp("s"))}, "^odd.parquet holds values that cannot be read"),
+        (
+            {"when": pa.array([1], pa.timestamp("ns", tz="Mars/Phobos"))},
+            "^odd.parquet holds values that cannot be read",
+        ),
+        ({"labels": pa.array([[("x", True)]], pa.map_(pa.string(), pa.bool_()))}, "row 1: 'labels' holds "),
+        ({"labels": pa.array([b"\xff"])}, "row 1: 'labels' is bytes"),
+    ],
+)
+def test_a_table_of_odd_types_is_told(tmp_path, columns, said):
+    whole = {"text": pa.array(["a"]), "label": pa.array(["x"])} | columns
+    pa.parquet.write_table(pa.table(whole).drop(["label"][: "labels" in columns]), tmp_path / "odd.parquet")
+    with pytest.raises(TrainingError, match=said):
+        read_examples(tmp_path / "odd.parquet")
+
+
+def test_a_parquet_table_with_a_column_twice_is_refused(tmp_path):
+    twice = pa.Table.from_arrays([pa.array(["a"])] * 3, names=["text", "text", "label"])
+    pa.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(TrainingError, match=r"twice\.parquet has two columns 'text': rename one"):
+        read_examples(tmp_path / "twice.parquet")
 
 
 def test_yaml_makes_no_objects(tmp_path):

@@ -254,6 +254,25 @@ def test_a_budget_leaves_out_whole_texts_and_says_so(model, tmp_path):
         train(model, longer, tmp_path / "q", **given, background=False, states=tmp_path / "s2", budget=1 << 20)
 
 
+def test_tokens_that_have_no_room_in_memory_are_said_to_be_left_out(model, trained, tmp_path):
+    whole = trained.quality["drawn"]
+    assert whole["probes"] == whole["layers"] == {"tokens": n_train(trained), "of": n_train(trained)}
+    assert not any("had room in memory" in line for line in warnings(trained.quality))
+    given = {"tokenizer": make_tokenizer(), "layers": (1,), "background": False, "states": tmp_path / "s"}
+    long = [{**row, "text": row["text"] * 20} for row in rows(60)]
+    found = train(model, long, tmp_path / "p", **given, memory=1 << 20)
+    drawn = found.quality["drawn"]["probes"]
+    assert drawn["of"] == n_train(found) > (1 << 20) // (4 * 32)  # bytes of memory over those of a state
+    assert drawn["tokens"] == pytest.approx((1 << 20) // (4 * 32), rel=0.03)
+    (said,) = [line for line in warnings(found.quality) if "had room in memory" in line]
+    assert f"probes learnt from {drawn['tokens']:,} of {drawn['of']:,}" in said and "layers" not in said
+    assert said in found.pack.card_text()
+
+
+def n_train(found):
+    return found.quality["examples"]["train"]["tokens"]
+
+
 def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):
     rng = random.Random(3)
     labels = [{"text": text(rng), **({"labels": ["it"]} if i % 2 else {"not": ["it"]})} for i in range(160)]

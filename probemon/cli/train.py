@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 _SHOWN = 30
 _WIDTH = 160  # of a table that is read by a program or from a file
+_BASELINES = {
+    "words": "words",
+    "embedding": "embedding",
+    "pooled": "mean state",
+    "length": "length",
+    "position": "position",
+}
+_CONTROLS = {"without_giveaways": "masked", "shuffled": "shuffled", "random_direction": "random"}
 
 
 def train(
@@ -183,21 +191,26 @@ def _show(trained: Trained, out: Path, page: Path) -> None:
     quality = trained.quality
     say(f"{out}: {trained.pack.name}, {trained.pack.n_probes} probes; report in {page}")
     say(verdict(quality).replace("`", ""), *(warning.replace("`", "") for warning in warnings(quality)))
-    say("Areas (AUROC) on the test texts, which chose nothing; those by cross-validation above chose among layers.")
+    say(
+        "Areas (AUROC) on the test texts, which chose nothing; those by cross-validation above chose among layers."
+        " False alarms: the share of test tokens without the concept that are over its alert threshold."
+    )
     table = plain_table()
     table.add_column("concept", no_wrap=True, overflow="ellipsis")
-    for head in ("AUROC", "95 %", "TPR at 1 %", "0.1 %", "words", "embedding", "mean state", "masked", "shuffled"):
+    for head in ("AUROC", "95 %", "TPR at 1 %", "0.1 %", *_BASELINES.values(), *_CONTROLS.values(), "false alarms"):
         table.add_column(head, justify="right")
     for id, found in list(quality["concepts"].items())[:_SHOWN]:
         interval = "–" if found["low"] is None else f"{found['low']:.3f} to {found['high']:.3f}"
-        baselines = [found["baselines"][key] for key in ("words", "embedding", "pooled")]
+        alarms = found["alert"]["test"]["without"]["rate"]
         rates = [found["tpr_at_fpr"][rate] for rate in ("0.01", "0.001")]
         table.add_row(
             id,
             _number(found["auroc"]),
             interval,
             *("too few" if rate is None else f"{rate['rate']:.2f}" for rate in rates),
-            *map(_number, [*baselines, found["without_giveaways"], found["shuffled"]]),
+            *(_number(found["baselines"][key]) for key in _BASELINES),
+            *(_number(found[key]) for key in _CONTROLS),
+            "–" if alarms is None else f"{alarms:.2%}",
         )
     terminal(width=max(_WIDTH, terminal().width)).print(table)
     if len(quality["concepts"]) > _SHOWN:

@@ -39,6 +39,9 @@ def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder)
     assert pack.manifest["host"]["model_id"] == "host" and pack.n_probes == 2
     assert "letters: letters, 2 probes; report in letters.html" in done.stdout
     assert "A false-positive rate of 0.01 by text cannot be claimed for zed, queue" in done.stdout
+    heads = ("AUROC", "95 %", "TPR at 1 %", "0.1 %", "words", "embedding", "mean state", "length", "position", "masked")
+    (shown,) = [line for line in done.stdout.splitlines() if line.startswith("concept")]
+    assert shown.split() == " ".join(("concept", *heads, "shuffled", "random", "false", "alarms")).split()
     page = (folder / "letters.html").read_text()
     assert "<svg" in page and "The worst mistakes" in page and "<script" not in page
     again = subprocess.run(**command(folder, *given, "--json", "--overwrite"), capture_output=True, check=True)

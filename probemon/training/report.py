@@ -18,6 +18,7 @@ from probemon.training.dataset import Dataset
 from probemon.training.measured import Measured
 
 _CONCEPTS, _MISTAKES, _TOKENS = 24, 3, 160
+_LEAST_SPAN = 0.02  # of areas over the height of a curve: smaller differences are none
 _STYLE = """
 :root { color-scheme: light dark; --line: rgb(128 128 128 / .35); --ink: rgb(47 110 166); }
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; max-width: 1080px; margin: 32px auto;
@@ -28,6 +29,7 @@ h3 { font-size: 15px; margin: 20px 0 4px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { font-weight: 600; opacity: .72; } .number { text-align: right; }
+.wide { font-size: 13px; } .wide th, .wide td { padding-right: 10px; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: 8px;
   padding: 8px 12px; margin: 4px 0 10px; line-height: 1.8; }
 .fires { box-shadow: inset 0 -2px rgb(190 70 90); }
@@ -84,7 +86,8 @@ def _layers(quality: Mapping[str, Any]) -> Element:
     used = {concept["site"] for concept in quality["concepts"].values()}
     low = min(row["auroc"] - row["standard_error"] for row in rows)
     high = max(row["auroc"] + row["standard_error"] for row in rows)
-    low, high = low - 0.05 * (high - low) - 0.002, high + 0.05 * (high - low) + 0.002
+    low, high = low - 0.05 * (high - low), min(1.0, high + 0.05 * (high - low))
+    low = min(low, high - _LEAST_SPAN)
     width, height, left, foot = 640, 240, 60, 40
 
     def x(i: int) -> float:

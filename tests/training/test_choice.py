@@ -1,6 +1,7 @@
 """Layers are chosen by areas on held-out groups, the earliest within one standard error; a pack may read several."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -115,6 +116,8 @@ def test_the_sweep_finds_the_first_layer_that_knows(tmp_path, concept):
     (site,) = found.pack.sites
     assert site == found.quality["concepts"][concept]["site"] and (site == "resid_post.0") == (concept == "zed")
     page, card = (tmp_path / "page.html").read_text(), found.pack.card_text()
+    lower, upper = sorted(float(tick) for tick in re.findall(r">(\d\.\d{3})</text>", page))
+    assert upper - lower > 0.005 and upper <= 1  # no curve goes over 1, nor looks steep that is flat
     for row in found.quality["sites"]:
         assert row["site"] in page and f"| {row['site']} | {row['auroc']:.4f} | {row['standard_error']:.4f} |" in card
 

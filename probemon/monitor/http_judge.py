@@ -55,9 +55,10 @@ class HttpJudge:
             check_text(name, getattr(self, name))
         try:
             parts = urlsplit(self.url if isinstance(self.url, str) else "")
-            right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
+            right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
             # What would be left out of what is asked, or could never be asked.
-            right = right and not parts.query and not parts.fragment and _ASKED.fullmatch(parts.path)
+            whole = not parts.query and not parts.fragment and "@" not in parts.netloc
+            right = right and whole and _ASKED.fullmatch(parts.path) is not None
             right = right and self.url == self.url.strip() and self.url.isprintable()
         except ValueError:
             right = False

@@ -16,6 +16,7 @@ import numpy as np
 from probemon.cli.live_view import printable
 from probemon.cli.watch_rules import Watching
 from probemon.core.aggregate import Doubles, Each, Max
+from probemon.core.baselines import is_of_traffic
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
@@ -183,6 +184,10 @@ class Watched:
         if not len(tokens):
             return []
         for rule in self.watching.rules:
+            name = self.manager.pack.concepts[rule.probe]["name"]
+            if is_of_traffic(rule.aggregator):  # what was compared with is not in the result
+                lines.append((math.inf, f"--stop-on: {name} was not met by {rule.aggregator}"))
+                continue
             running = self.result.aggregate(rule.probe, rule.aggregator)
             if not len(running.values):
                 continue
@@ -191,7 +196,6 @@ class Watched:
             score = float(running.values[best])
             token = self.result.where(self.result.at(0, int(running.positions[best])))
             at = f"at {printable(token['token'])!r}, position {token['position']}" if score else "at any token seen"
-            name = self.manager.pack.concepts[rule.probe]["name"]
             what = "scored" if rule.aggregator == Each() else f"had a running score ({rule.aggregator}) of"
             score_text, above = apart(score, rule.above)
             line = f"--stop-on: {name} was not met; it {what} at most {score_text} {at}, and takes over {above}"

@@ -62,6 +62,17 @@ class CascadePlan:
             n_shed=int(np.count_nonzero(~watched)) - self.n_excluded,
         )
 
+    def taken_over(self, retained: Mask) -> Mask:
+        """Return sets `[N, P]` that were retained under another plan, as far as this one watches them; of a row in
+        which they leave no room beside what is always on, none.
+        """
+        if self.watched is not None:
+            retained = retained & self.watched
+        if self.tree.n <= self.config.max_loaded_probes:
+            return retained
+        n_active = self.closed(retained | self.always).sum(axis=1)
+        return retained & (n_active <= self.config.max_loaded_probes)[:, None]
+
     def closed(self, mask: Mask) -> Mask:
         """Return `mask [N, P]` with what must be active with its probes: by the path rule all above them, and the
         members of their softmax groups.

@@ -76,6 +76,13 @@ class JointPlan:
         parts = zip(self.group.numbers, self.plans, strict=True)
         return JointPlan.of(self.group, [plan.narrowed(keep[number]) for number, plan in parts])
 
+    def taken_over(self, retained: Mask) -> Mask:
+        """Return what `CascadePlan.taken_over` does of each pack, `[N, P]` in the numbers of the group."""
+        taken = np.zeros_like(retained)
+        for number, plan in zip(self.group.numbers, self.plans, strict=True):
+            taken[:, number] = plan.taken_over(retained[:, number])
+        return taken
+
     def with_floor(self, floor: float) -> JointPlan:
         """Give every pack `CascadePlan.with_floor`."""
         return replace(self, plans=tuple(plan.with_floor(floor) for plan in self.plans))

@@ -7,19 +7,22 @@ HostMark.of(model).differs(mark)         # whether it is another than it was
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from probemon.core.scores import HostState
+from probemon.host.adapters import own_of
 from probemon.host.internals import adapter_switches, all_modules, switches_adapters, write_marks
 from probemon.host.model import host_state
 
 
 @dataclass(frozen=True)
 class HostMark:
-    """What a host was. `writes`: where its parameters lie, and how often each was written to in place.
+    """What a host was. `writes`: where its parameters lie, and those of what is put on it without being a module of it
+    (an adapter of `probemon.bem` that steers, memories), and how often each was written to in place.
 
     `switches`: which adapters each of `tuners`, PEFT's layers, had switched on.
     """
@@ -34,7 +37,8 @@ class HostMark:
         """Return what a host is now."""
         modules = all_modules(model)
         tuners = tuple(module for module in modules if switches_adapters(module))
-        writes = hash(tuple(write_marks(module._parameters for module in modules if module._parameters)))
+        written = [*modules, *(part for one in _beside(model) for part in all_modules(one))]
+        writes = hash(tuple(write_marks(module._parameters for module in written if module._parameters)))
         return HostMark(host_state(model), writes, tuners, adapter_switches(tuners))
 
     def switched(self) -> bool:
@@ -44,3 +48,11 @@ class HostMark:
     def differs(self, other: HostMark) -> bool:
         """Whether the host was another then: its state, or what its weights are."""
         return self.state != other.state or self.writes != other.writes
+
+
+def _beside(model: Any) -> list[Any]:
+    """Return what is put on a host without being a module of it: the adapter that steers, and memories."""
+    own, memories = own_of(model), sys.modules.get("probemon.models.ltm.attached")
+    # Where that was never imported, there are none; importing it would make its host known to transformers.
+    attached = [] if memories is None else [one.memory for one in memories.attached_memories(model)]
+    return attached if own is None else [*attached, own]

@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from probemon.core.shadow import Owner, shadow, unshadowed
 
@@ -232,6 +233,21 @@ def generates_of_thread() -> Iterator[tuple[FrameType, PreTrainedModel]]:
             if isinstance(owner, PreTrainedModel):
                 yield frame, owner
         frame = frame.f_back
+
+
+def proposes_tokens() -> bool:
+    """Whether the innermost `generate()` of the calling thread is in `get_candidates`, which drafts tokens for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ("generate", "get_candidates"):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, CandidateGenerator):
+                return True
+            if isinstance(owner, PreTrainedModel):
+                return False
+        frame = frame.f_back
+    return False
 
 
 # -- transformers: caches ------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Publisher:
                 if not seen.all():
                     self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
                 if watch.rules:
-                    generation.run_actions(self._ask_rules, watch, generation, placed, scores, reads)
+                    self._ask_rules(watch, generation, placed, scores, reads)
                 self._escalations.settle(generation)
         self._followers.scored(placed, scores)
         for listener in self.listeners:

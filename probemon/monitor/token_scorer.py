@@ -115,8 +115,8 @@ class TokenScorer:
             return lambda report: self._score_prompt(batch, states, audit) if report else None
         # Before its first token a sequence retains nothing, and has no sets yet.
         before = recording.retained_of(origin) if recording.retained is None else recording.retained[origin]
-        if watch.number and watch.plan.watched is not None:  # what is left out since then may have been retained
-            before = before & watch.plan.watched
+        if watch.number:  # what is left out since then may have been retained, and more may be always on
+            before = watch.plan.taken_over(before)
         step = self._manager.begin(watch.plan, states, before, audit)
 
         def end_step(report: bool) -> _Scored | None:

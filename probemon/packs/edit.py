@@ -42,7 +42,7 @@ from probemon.packs.writer import PackWriter
 
 _SHOWN = 5
 _MERGED = "merged"  # the set in force of packs whose own are called unlike
-# Settings of several packs as one: none has less room, fewer rounds or a stricter limit than alone.
+# Settings of several packs as one: together they have no less room, no fewer rounds and no stricter limit than alone.
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min,
     "report_top_k": max,
@@ -62,8 +62,9 @@ def merge(
     alone.
 
     A mapping puts its names before ids: `name:id`. Smaller probes are widened exactly to the largest shape. A descent
-    of the whole begins with and opens what a descent of each alone does: room adds up, `max_rounds` is the largest, and
-    where packs descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all
+    of the whole begins with and opens what a descent of each alone does, but for what is taken over from token to token
+    (`keep_top_k`), of which the best of the whole stay: room adds up, `max_rounds` is the largest, and where packs
+    descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all
     packs have stay where all descend by one rule with them; the one in force is called "merged" where the packs' are
     called unlike. Raises `PackError` where dtypes, score rules, scopes, hosts or ids
     clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.

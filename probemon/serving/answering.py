@@ -207,7 +207,7 @@ class Answering(StoppingCriteria):
 
     def _own(self, rule: Rule) -> Rule:
         """Return a rule of the deployment that acts on this answer; of one that stays the same, which goes on."""
-        own = next((own for known, own in self._owned if known == rule), None)
+        own = next((own for known, own in self._owned if known is rule), None)  # the same may stand twice
         if own is None:
             own = replace(rule, action=self._acting(rule.action), on_blind=self._blind(rule.on_blind))
             self._owned.append((rule, own))

@@ -49,7 +49,7 @@ class Generation:
     `rule_states`: of each rule, by row, immutable values.
     `origin`: with beams, the row that each row's history ran in before the newest forward.
     `drafts`: hidden states (or why there are none) of tokens that were proposed and may be rejected.
-    `drafting`, `acting`: the model is proposing tokens; an action is being called.
+    `drafting`: the model is proposing tokens.
     `prepared`: a forward was, since the criteria looked last.
     `end`: of continuous batching, ends the request with the token that is sampled now.
     `by_hand`: a loop of the user's.
@@ -64,7 +64,6 @@ class Generation:
     mask: Ints | None = None
     drafting: int = 0
     prepared: bool = False
-    acting: bool = False
     raising: BaseException | None = None
     stop_all: bool = False
     stop_column: int | None = None
@@ -120,14 +119,6 @@ class Generation:
     def states_of_rule(self, number: int) -> dict[int, Any]:
         """Return what a rule knows of each row; `Rule.observe` replaces the values."""
         return self.rule_states.setdefault(number, {})
-
-    def run_actions(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Call `act`, which calls actions: a `generate()` from there is no draft of this one."""
-        self.acting = True
-        try:
-            act(*arguments)
-        finally:
-            self.acting = False
 
     def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
         """Return the ids of embeddings `[B, T, D]` after `start` columns; -1 where `generate` does not know them."""

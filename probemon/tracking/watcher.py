@@ -29,7 +29,7 @@ from probemon.core.scores import Gap
 from probemon.core.shadow import shadow
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.host.changes import HostMark
-from probemon.host.internals import shadow_prepared_inputs, shadow_stopping_criteria
+from probemon.host.internals import proposes_tokens, shadow_prepared_inputs, shadow_stopping_criteria
 from probemon.host.model import is_encoder_decoder
 from probemon.host.ranks import Ranks
 from probemon.host.site import Site
@@ -197,7 +197,7 @@ class Watcher:
         outer = self._hooks.thread.generation
         self._hooks.called = True
         if outer is not None:
-            if not outer.prompt.speculative or outer.acting:
+            if not proposes_tokens():
                 raise NotSupportedDecoding(
                     "generate() inside generate() (from an action or a criterion), or inside run.generating: whose"
                     " tokens a forward shows would be a guess. Generate after the first has ended"

@@ -244,6 +244,8 @@ def test_stop_on_compares_the_running_score_that_is_asked_for(watch, whole):
     assert any(f"it had a running score (ema(0.3)) of at most {best:.3f} at" in line for line in lines)
     lines, _ = watch("--max-new-tokens", 12, "--stop-on", "whale:above=5", "--aggregate", "z:last:16")
     assert "--stop-on: whale was not met; there were too few tokens for z:last:16" in lines
+    lines, answer = watch("--max-new-tokens", 4, "--stop-on", "whale:above=5", "--aggregate", "z:traffic:16")
+    assert "--stop-on: whale was not met by z:traffic:16" in lines and answer["generated_tokens"] == 4
     for arguments, words in ((["whale"], "are for single tokens, max, not for ema"), ([], "give --stop-on too")):
         with pytest.raises(ConfigError, match=words):
             stop_rules(whole.pack, arguments, "ema:0.3")

@@ -340,6 +340,24 @@ def test_generate_is_found_from_inside():
     assert seen == [[True]] * 3 + [[]], "transformers: generate() is no frame of that name with a `self`"
 
 
+def test_drafting_is_found_from_inside():
+    model, seen = make_model(), []
+    model.model.register_forward_pre_hook(lambda *_: seen.append(internals.proposes_tokens()))
+    model.generate(PROMPT, **SHORT)
+    assert set(seen) == {False}
+    seen.clear()
+    criterion = lambda ids, scores, **_: seen.append(("criterion", internals.proposes_tokens())) or False  # noqa: E731
+    draft = make_model()
+    draft.register_forward_pre_hook(lambda *_: seen.append(("draft", internals.proposes_tokens())))
+    generate, draft.generate = (
+        draft.generate,
+        lambda *args, **kwargs: seen.append(("asked", internals.proposes_tokens())) or generate(*args, **kwargs),
+    )
+    model.generate(PROMPT, **SHORT, assistant_model=draft, stopping_criteria=[criterion])
+    assert ("asked", True) in seen and ("asked", False) not in seen, "transformers: no `get_candidates` asks for drafts"
+    assert ("criterion", True) not in seen and ("draft", True) not in seen  # these are in a generate() of their own
+
+
 # -- transformers: caches ------------------------------------------------------------------------
 
 

@@ -142,7 +142,13 @@ def test_a_judge_that_is_away_or_mute_holds_no_longer_than_was_said(model, pack,
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://localhost", "http://", "http://[", "http://h:x/v1", "http://u:p@here/v1", None]
+    "url",
+    [
+        *("localhost:8000", "ftp://localhost", "http://", "http://[", "http://h:x/v1", "http://u:p@here/v1", None),
+        # What would be left out of every question without a word, or could never be asked:
+        *("http://h/v1?api-version=2", "http://h/v1#part", "http://:p@here/v1", "http://h/v 1", "http://h/\x1bv1"),
+        *("http://h/vé", "http://h/v1\n", " http://h/v1", "http://h/\u202ev1"),
+    ],
 )
 def test_addresses_are_those_of_http(url):
     with pytest.raises(ConfigError, match="give the address of an endpoint"):

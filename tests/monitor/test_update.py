@@ -11,7 +11,7 @@ import torch
 import yaml
 from test_deployment import GREEDY, PROMPT, folder, text_of, written  # noqa: F401 (folder is a fixture)
 
-from conftest import make_model
+from conftest import make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError, NotSupportedDecoding, UnknownConcept
 from probemon.monitor.rules import make_rules
@@ -146,6 +146,29 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
     above = {(event.concept, event.above) for event in run.events}
     assert ("c9", 0.1) in above and ("c2", 0.3) in above
     assert yaml.safe_load(better)["exclude"] == list(run.watches[1].exclude)
+
+
+@pytest.mark.parametrize("n_packs", [1, 2])
+def test_more_that_is_always_on_does_not_exceed_the_limit(tmp_path, n_packs):
+    """What a row retained gives way: it was kept while there was room for it."""
+    parents = [[] if i < 2 else [f"c{i % 2}"] for i in range(30)]
+    bias = torch.tensor([-9.0 if i == 1 else 9.0 for i in range(30)])[:, None]  # what is below c1 is never opened
+    changes = {
+        "concepts": [{"id": f"c{i}", "name": f"c{i}", "parents": above} for i, above in enumerate(parents)],
+        "weights": {"w1": torch.zeros(30, 1, 16), "b1": bias},
+    }
+    pack = make_pack(tmp_path / "pack", make_model(), n=30, rule="independent", **changes)
+    packs = pack if n_packs == 1 else {"a": pack, "b": pack}
+    manager = DynamicProbeManager(packs, load_threshold=0.5, keep_top_k=14, max_loaded_probes=16)
+    model, more = make_model(), [f"{'a:' * (n_packs > 1)}c{i}" for i in range(3, 30, 2)]
+    with manager.attach(model) as run:
+        run.listen(lambda placed, scores: placed.columns[0] == 9 and run.update(always_on=more))
+        out = model.generate(PROMPT, **GREEDY)
+    coverage = run.result(out).coverage
+    assert not run.failures and run.result(out).watches[-1] == (0, 10, 1)
+    assert coverage.active[:-1].tolist() == [16 * n_packs] * (len(out[0]) - 1)
+    assert coverage.dropped[:-1].tolist() == [0] * 10 + [14] * (len(out[0]) - 11)
+    assert (coverage.active + coverage.dropped + coverage.not_reached)[:-1].tolist() == [30 * n_packs] * len(out[0, 1:])
 
 
 def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):  # noqa: F811

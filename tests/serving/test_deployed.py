@@ -471,3 +471,15 @@ def test_rules_that_say_the_same_have_traffic_of_their_own_after_a_reading_too(p
     assert served.holding.reload() == 0
     assert [known is new for known, new in zip(before, served.holding.now.rules, strict=True)] == [True, True]
     assert before[0] is not before[1]
+
+
+def test_rules_that_say_the_same_each_judge_a_token_once(parts, monkeypatch):
+    """With one window for both, each token would stand in it twice, and its rank would be another one."""
+    monkeypatch.setitem(BODY, "max_tokens", 30)
+    rule = {"concepts": ["c9"], "above": 0.0, "aggregate": "rank:traffic:16", "action": "record", "on_blind": "pass"}
+    met = []
+    for rules in ([rule], [rule, rule]):
+        _, answer = answer_of(served_by(parts, *rules))
+        events = answer["choices"][0]["message"]["probemon"]["events"]
+        met.append([event["position"] for event in events])
+    assert met[0] and sorted(met[1]) == sorted(met[0] * 2)

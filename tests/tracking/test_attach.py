@@ -12,6 +12,8 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -332,6 +334,53 @@ def test_generation_inside_a_generation_is_refused(pack, model):
             out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **options, **NO_EOS)
             assert len(failures) == 1 and "generate() inside generate()" in failures[0]
             assert run.result(out).coverage.n_unseen == 1
+
+
+class Criterion(StoppingCriteria):
+    """Calls something once, in the middle of a generation."""
+
+    def __init__(self, call):
+        self.calls = [call]
+
+    def __call__(self, ids, scores, **kwargs):
+        if ids.shape[1] > PROMPT.shape[1] + 1 and self.calls:
+            self.calls.pop()()
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+class Processor(LogitsProcessor):
+    """The same, from another place."""
+
+    def __init__(self, call):
+        self.criterion = Criterion(call)
+
+    def __call__(self, ids, scores):
+        self.criterion(ids, scores)
+        return scores
+
+
+@pytest.mark.parametrize("place", ["criterion", "processor"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 2}],
+    ids=["plain", "prompt lookup", "early exit"],
+)
+def test_no_generation_is_taken_for_a_draft_but_those_that_draft(pack, model, options, place):
+    """It would go unwatched without a word: a rule on everything would not fire in it."""
+
+    def nested():
+        model.generate(PROMPT[:, :3], max_new_tokens=4, do_sample=False, **NO_EOS)
+
+    given = (
+        {"stopping_criteria": StoppingCriteriaList([Criterion(nested)])}
+        if place == "criterion"
+        else {"logits_processor": LogitsProcessorList([Processor(nested)])}
+    )
+    with (
+        DynamicProbeManager(pack).attach(model),
+        pytest.raises(NotSupportedDecoding, match=r"generate\(\) inside generate\(\)"),
+    ):
+        model.generate(PROMPT, max_new_tokens=6, do_sample=False, **given, **options, **NO_EOS)
 
 
 SPECULATIVE = {

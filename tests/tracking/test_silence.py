@@ -24,7 +24,9 @@ from transformers import (
 
 from conftest import OLDEST, PAD, make_model, make_pack
 from probemon import DynamicProbeManager
+from probemon.bem import BemConfig, attach_bem
 from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.models.ltm import attach_memory
 from probemon.monitor.sinks import MemorySink
 
 IDS = torch.tensor([[1, 44, 3, 17, 8, 9, 10, 11]])
@@ -311,6 +313,36 @@ def test_weights_that_are_written_to_between_two_turns_are_told(manager):
         host.get_submodule(layer).weight.mul_(2)
         host(IDS[:, 2:], past_key_values=cache)
     assert run.result(IDS).host_changed
+
+
+@ADAPTED
+def test_a_routed_adapter_that_learns_and_a_memory_that_is_taken_off_are_told(manager):
+    """They are no modules of the host, and its states follow from them as from its own weights."""
+
+    def learn(bem):
+        with torch.no_grad():
+            for update in bem.updates.parameters():
+                update.add_(0.5)
+
+    def turn(host, ids, cache):
+        return host.generate(torch.cat([ids, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+
+    host, cache = make_model(), DynamicCache()
+    with attach_bem(host, BemConfig(rank=2, sites=("o",))) as bem, manager.attach(host) as run:
+        first = turn(host, IDS, cache)
+        second = turn(host, first, cache)
+        learn(bem)
+        third = turn(host, second, cache)
+        run.listen(lambda placed, scores: learn(bem))
+        fourth = turn(host, IDS, DynamicCache())
+    assert [run.result(out).host_changed for out in (first, second, third, fourth)] == [False, False, True, True]
+    host, cache = make_model(), DynamicCache()
+    with manager.attach(host) as run:
+        with attach_memory(host, layer=0, slots=4, segment=3):
+            first = turn(host, IDS, cache)
+            second = turn(host, first, cache)
+        third = turn(host, second, cache)
+    assert [run.result(out).host_changed for out in (first, second, third)] == [False, False, True]
 
 
 @ADAPTED

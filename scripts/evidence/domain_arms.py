@@ -4,9 +4,9 @@
     result = Results(folder).of(data, "low_rank", seed=0)          # from its file, if it was learned before
 
 A LoRA of rank 19 on attention outputs and MLPs gives the budget; the others take the sizes that come nearest to it. All
-see the same batches in the same order, and start as the host: bit for bit. `RATES` are tried by each method at the
-first seed, and the one that its validation part likes best serves all seeds; the adapter whose codes are drawn for the
-picture learns at the first of them.
+see the same batches in the same order, and start as the host: bit for bit. `RATES` are tried by each method of
+`CHOOSE_RATE` at the first seed, and the one that its validation part likes best serves all seeds; the others learn at
+the first of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ROUTED: dict[str, dict[str, Any]] = {
     "kronecker": {"form": "kronecker", "terms": 1},
     "film": {"form": "film", "bound": 1.0},
 }
-AT_FIRST_RATE = ("base", "low_rank, token codes")
+CHOOSE_RATE = (*LORAS, "x-lora", "low_rank")
 METHODS = ("base", *LORAS, "x-lora", *ROUTED)
 
 
@@ -213,7 +213,7 @@ class Results:
 
     def of(self, data: Domains, method: str, seed: int) -> dict[str, Any]:
         """At the rate that the first seed's validation part likes best, with what was tried."""
-        rates = RATES[:1] if method in AT_FIRST_RATE else RATES
+        rates = RATES if method in CHOOSE_RATE else RATES[:1]
         tried = [self.at(data, method, 0, rate) for rate in rates]
         best = min(tried, key=lambda one: one["chosen_by"])
         found = self.at(data, method, seed, best["lr"])

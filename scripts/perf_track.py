@@ -299,6 +299,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains", help="what was learned before")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    made_by = about(*(MEASURES if arguments.quick else MEASURES + OF_DEMO))  # now: the study outlasts a commit
     errors = integrity()
     if gates.integrity(errors).verdict != gates.PASSED:
         print(f"perf_track: nothing was compared: {gates.integrity(errors).why}", file=sys.stderr)
@@ -314,8 +315,7 @@ def main() -> int:
 
         found["demo"] = of_demo(seeds, arguments.folder / "results", arguments.headers, errors)
         print("\n".join(report.lines(found)))
-    measured = MEASURES if arguments.quick else MEASURES + OF_DEMO
-    found |= {"integrity": errors, "seconds": round(time.perf_counter() - BEGIN, 1), **about(*measured)}
+    found |= {"integrity": errors, "seconds": round(time.perf_counter() - BEGIN, 1), **made_by}
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
     if arguments.html:

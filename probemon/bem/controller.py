@@ -141,12 +141,13 @@ class Controller(nn.Module):
         self.default_summary = nn.Parameter(torch.zeros(width, **FP32))
         # Only where something uses it: DistributedDataParallel stops at a parameter that no loss reaches.
         self.default_code = nn.Parameter(torch.ones(rank, **FP32)) if "chunk" in levels else None
-        self.default_confidence = nn.Parameter(torch.tensor(_CONFIDENT, **FP32))
+        # Numbers of one are tensors [1], not scalars, which FSDP2 cannot shard.
+        self.default_confidence = nn.Parameter(torch.full((1,), _CONFIDENT, **FP32))
         self.confidence = nn.Sequential(nn.LayerNorm(2 * width, **FP32), nn.Linear(2 * width, 1, **FP32))
         last = self.confidence[-1]
         assert isinstance(last, nn.Linear)
         nn.init.constant_(last.bias, _CONFIDENT)
-        self.log_temperature = nn.Parameter(torch.zeros((), **FP32))
+        self.log_temperature = nn.Parameter(torch.zeros(1, **FP32))
         self.prefix = Router(width, width, rank) if "prefix" in levels else None
         self.chunk = Router(2 * width, width, rank) if "chunk" in levels else None
         self.token = Router(2 * width, width, rank) if "token" in levels else None

@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    made_by = about(*MEASURES)  # now: the study outlasts a commit
     begin, results = time.perf_counter(), Results(arguments.folder)
     found: dict[str, Any] = {
         "what": "WordNet nouns in three domains, on the last layer of SmolLM2-135M-Instruct",
@@ -163,7 +164,7 @@ def main() -> None:
         over = row.get("over_routed")
         told = "" if over is None else f"{over['mean']:+.4f} ({over['low']:+.4f} to {over['high']:+.4f}) over routed"
         print(f"{row['headers']:6s} {row['method']:16s} {row['nats']['all']:.4f} {told}")
-    found |= {"seconds": round(time.perf_counter() - begin, 1), **about(*MEASURES)}
+    found |= {"seconds": round(time.perf_counter() - begin, 1), **made_by}
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
     from transformers import AutoTokenizer
 

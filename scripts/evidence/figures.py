@@ -148,6 +148,26 @@ def demo_forms(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def launches(found: dict[str, Any]) -> list[str]:
+    """Of each form: what a GPU would launch in a step for updates and for limits, what torch.compile makes of an
+    update, and the bytes that an update of a prompt moves, beside those of one fused kernel.
+    """
+    lines = [
+        "| form | launches of a step, updates | limits | waits | an update, eager | by torch.compile | MB of a prompt |"
+        " in one kernel |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    steps, prompts = ([row for row in found["rows"] if (row["rows"] > 1) == many] for many in (False, True))
+    for step, prompt in zip(steps, prompts, strict=True):
+        compiled = sum(prompt["compiled"].values())
+        lines.append(
+            f"| {step['form']} | {step['update_launches']:,} | {step['limit_launches']:,} | {step['limit_waits']} |"
+            f" {prompt['eager_at_a_site']} | {compiled} | {prompt['update_bytes'] / 1e6:,.0f} |"
+            f" {prompt['fused_bytes'] / 1e6:,.0f} |"
+        )
+    return lines
+
+
 def rules(found: dict[str, Any]) -> list[str]:
     """Of each pack, score rule and way of expanding: mean recall of a document's firing probes with its interval, and
     share of the probes active, on each text.
@@ -453,6 +473,7 @@ TABLES = {
     "perf_track_quick.json": (forms,),
     "perf_track.json": (demo_forms,),
     "bem_reason.json": (reason,),
+    "form_launches.json": (launches,),
     "shown.json": [shown, shown_claims],
 }
 

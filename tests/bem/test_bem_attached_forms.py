@@ -310,3 +310,21 @@ def test_a_film_that_only_moves_is_no_small_update(host):
         assert torch.equal(logits(host, ids), moved) and not torch.allclose(moved, bare, atol=0.01)
     beta = 0.1 * math.tanh(0.3)  # of every output: beside them it is as large
     np.testing.assert_allclose(sizes[0], beta, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's compiler says so of itself
+def test_updates_that_torch_compiles_say_the_same_in_a_forward_and_with_a_cache():
+    """A film, whose operations element by element are what a compiler fuses, in place of a kernel of our own."""
+    from torch._inductor.compile_fx import compile_fx  # here: it warns
+
+    host, ids, graphs = make_host(), some_ids(2), []
+    bare = logits(host, ids)
+    with randomise(attach_bem(host, FORMS["film"])) as bem:
+        eager, said = logits(host, ids), host.generate(ids[:, :7], **GREEDY)
+        assert (eager - bare).abs().max() > 0.1
+        torch._dynamo.reset()
+        for form in bem.updates.values():
+            form.compile(backend=lambda graph, inputs: graphs.append(graph) or compile_fx(graph, inputs))
+        assert (logits(host, ids) - eager).abs().max() < 1e-5 and graphs
+        assert host.generate(ids[:, :7], **GREEDY).tolist() == said.tolist()
+    torch._dynamo.reset()

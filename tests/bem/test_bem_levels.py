@@ -14,6 +14,7 @@ from probemon.bem import BemConfig, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.distil import distil
 from probemon.bem.evaluation.budget import flops, n_trainable
+from probemon.bem.imitation import imitate, imitation_error
 from probemon.bem.levels import expected_operations, level_operations
 from probemon.bem.losses import LossWeights, adapter_losses, recorded_codes
 from probemon.bem.policy import Gaussian, improve
@@ -147,6 +148,52 @@ def test_the_planted_levels_are_found_and_a_price_moves_them():
         truth = [logits(host, some_ids(8, 24, seed)) for seed in range(4)]
     assert learned_from(truth, 0.0) == [LEVELS[i] for i in PLANTED]
     assert learned_from(truth, 1.0, n_steps=40) == ["prefix"] * 4
+
+
+def with_experts(by_token, seed):
+    """Rows of six kinds of tokens, with the code of an expert for each token, or for each row by its first one."""
+    ids = torch.randint(3, 9, (8, 24), generator=torch.Generator().manual_seed(seed))
+    table = torch.nn.functional.normalize(torch.randn(9, 3, generator=torch.Generator().manual_seed(5)), dim=1)
+    if not by_token:
+        ids = ids[:, :1].expand(8, 24).contiguous()
+    counted = (torch.arange(24) >= 4).expand(8, 24)  # before, a prefix code knows nothing
+    return {"input_ids": ids, "expert_codes": table[ids] if by_token else table[ids[:, 0]], "counted": counted}
+
+
+@pytest.mark.parametrize(("by_token", "operations", "expected"), [(True, 0.0, "token"), (False, 1e-3, "prefix")])
+def test_experts_are_imitated_at_the_cheapest_level_that_can_follow_them(by_token, operations, expected):
+    """Of an expert of tokens that come by chance, coarser codes know nothing; a row's expert every level can follow."""
+    host = make_host()
+    with attach_bem(host, LEARNED) as bem:
+        batches, held_out = ([with_experts(by_token, seed) for seed in seeds] for seeds in (range(8), range(8, 10)))
+        before = imitation_error(bem, held_out)
+        imitate(bem, batches, TrainSettings(n_steps=200, lr=3e-2), operations=operations)
+        assert set(bem.levels.chosen().values()) == {expected} and not host.training
+        of_values = sum(site.chunked for site in bem.sites) / len(bem.sites)  # these have chunk codes: one code for all
+        error = imitation_error(bem, held_out)
+        assert before > 0.9 and error < (0.1 + 1.2 * of_values if by_token else 0.1)
+
+
+def test_the_error_of_imitation_is_that_of_the_level_each_site_has_and_a_price_needs_levels():
+    host, batch = make_host(), with_experts(True, 0)
+    with planted(host) as bem:
+        host.train()  # which is left as it was
+        error, training = imitation_error(bem, [batch]), host.training
+        host.eval()
+        bem.controller.needed = LEVELS
+        with torch.no_grad(), recorded_codes(bem) as seen:
+            host.train()
+            host.model(batch["input_ids"], use_cache=False)
+            host.eval()
+        wanted = batch["expert_codes"][:, 4:].double().reshape(-1, 3)
+        levels = dict(zip(("o.0", "down.0", "o.1", "down.1"), PLANTED.tolist(), strict=True))
+        apart = [
+            seen[0].of(LEVELS[levels.get(site.name, 1)])[:, 4:].double().reshape(-1, 3) - wanted for site in bem.sites
+        ]
+        spread = (wanted - wanted.mean(0)).square().sum() * len(bem.sites)
+        assert training and math.isclose(error, float(sum(a.square().sum() for a in apart) / spread), rel_tol=1e-5)
+    with attach_bem(make_host(), BemConfig(**SMALL)) as bem, pytest.raises(ConfigError, match="no level is learned"):
+        imitate(bem, [batch], TrainSettings(n_steps=1), operations=1.0)
 
 
 def test_the_operations_of_a_level_are_those_that_its_router_takes():

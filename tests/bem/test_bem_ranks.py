@@ -1,5 +1,6 @@
-"""Over two processes an adapter says and learns what it does in one: by DDP, on a host that FSDP2 shards, and on one
-that tensor parallelism spreads. The program is tests/programs/bem_ranks.py; all in fp32, over gloo on a CPU.
+"""Over two processes an adapter says and learns what it does in one: by DDP, on a host that FSDP2 shards, by hand or by
+accelerate, and on one that tensor parallelism spreads. The program is tests/programs/bem_ranks.py; all in fp32, over
+gloo on a CPU.
 """
 
 import json
@@ -30,7 +31,7 @@ def ran(tmp_path_factory):
     return json.loads(done.stdout.strip().splitlines()[-1]), folder
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "accelerate", "peft", "tp"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_ranks_learn_what_one_process_does(ran, way, level):
     for found in ran[0]:
@@ -44,7 +45,9 @@ def test_two_ranks_learn_what_one_process_does(ran, way, level):
 def test_a_spread_host_says_what_a_whole_one_does(ran, level):
     for found in ran[0]:
         assert found[f"size {level}"]["logits"] > 1e4 * ROUNDING
-        assert found[f"fsdp {level}"]["logits"] == 0.0
+        for way, sharded in (("fsdp", None), ("accelerate", [True, False]), ("peft", [True, True])):
+            assert found[f"{way} {level}"]["logits"] == 0.0
+            assert found[f"{way} {level}"].get("sharded") == sharded  # the host, the adapter
         assert found[f"tp {level}"]["logits"] < ROUNDING
         assert found[f"tp {level}"]["tokens"] == 0  # of generate(), with a cache
 

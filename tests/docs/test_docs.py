@@ -153,6 +153,28 @@ def test_forms_of_an_update_are_what_was_measured():
     assert sum(mean["rank_mask", "low_rank"]) > own["rank_mask"] > sum(mean["rank_mask", "low_rank, rank 4"])
 
 
+def test_what_kernels_of_forms_could_spare_is_what_was_counted():
+    found, page, decision = result("form_launches.json"), page_of("docs/bem.md"), page_of("docs/decisions.md")
+    assert flat(figures.launches(found)) in page and found["data"] == "random"
+    assert f"itself launches {found['host_launches']['1']:,} operations a step" in page
+    steps, prompts = (
+        {row["form"]: row for row in found["rows"] if (row["rows"] > 1) == many} for many in (False, True)
+    )
+    share = {
+        form: row["update_launches"] / (row["update_launches"] + row["limit_launches"]) for form, row in steps.items()
+    }
+    moved = {form: row["update_bytes"] / row["fused_bytes"] for form, row in prompts.items()}
+    assert (
+        round(share["head_groups"], 2) == round(share["kronecker"], 2) == 0.13 and round(share["rank_mask"], 2) == 0.21
+    )
+    assert "updates are 13 % of what head groups and Kronecker products launch in a step and 21 % of rank" in decision
+    assert 0.5 < share["film"] < 0.55 and max(moved["head_groups"], moved["rank_mask"]) < 4 / 3
+    assert (
+        f"moves {moved['film']:.1f} times the bytes of a kernel, Kronecker products {moved['kronecker']:.1f}"
+        in decision
+    )
+
+
 def test_the_reason_to_route_is_what_was_measured():
     found, page = result("bem_reason.json"), page_of("docs/bem.md")
     assert flat(figures.reason(found)) in page and found["cut_host_error"] < 1e-5

@@ -91,14 +91,14 @@ def codes_of_row(bem, hidden, auto_length=None):
     """
     config = bem.config
     weights = {name: x.detach().double().numpy() for name, x in bem.controller.state_dict().items()}
-    size, temperature = config.chunk_tokens, math.exp(float(weights["log_temperature"]))
+    size, temperature = config.chunk_tokens, math.exp(weights["log_temperature"].item())
 
     def clamp(code):
         norm = math.sqrt(float((code**2).sum()))
         return code * min(norm, config.max_norm) / (norm + 1e-8)
 
     z = [_linear(weights, "project", _norm(weights, "norm", np.asarray(h, dtype=np.float64))) for h in hidden]
-    confidence = _sigmoid(float(weights["default_confidence"]) / temperature)
+    confidence = _sigmoid(weights["default_confidence"].item() / temperature)
     summary, chunk = weights["default_summary"], None
     if "default_code" in weights:  # only with chunk codes
         chunk = clamp(weights["default_code"]) * confidence

@@ -206,7 +206,7 @@ def _of_confidence(parts: Tensor, weights: Sequence[Tensor], width: int) -> tupl
     """Gradients of the query, the confidence and its temperature."""
     of_query, of_logit, of_heat, hat = parts[:, : 3 * width + 2].split([width, 1, 1, 2 * width], dim=1)
     gain, bias, weight = weights[5:8]
-    return of_query.sum(dim=0), *_of_normalised_linear(hat, of_logit * weight, gain, bias, of_logit), of_heat.sum()
+    return of_query.sum(dim=0), *_of_normalised_linear(hat, of_logit * weight, gain, bias, of_logit), of_heat.sum(dim=0)
 
 
 def _of_router(
@@ -263,7 +263,7 @@ def _check(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...
         zip(names, ((b, 1, d), (b, 1), (b,), (b, size, w), (b, r), (b, w), (b,), (b,)), strict=False)
     )
     expected |= dict(
-        zip(_COMMON, ((d,), (d,), (w, d), (w,), (w,), (2 * w,), (2 * w,), (1, 2 * w), (1,), ()), strict=True)
+        zip(_COMMON, ((d,), (d,), (w, d), (w,), (w,), (2 * w,), (2 * w,), (1, 2 * w), (1,), (1,)), strict=True)
     )
     for router, n_in in ROUTERS.items():
         if f"{router}.0.weight" in present:

@@ -40,7 +40,7 @@ class WorkerSettings:
     `sites` and `sha256` keep it from using a graph that was compiled for other layers.
 
     Give `deployment`, a file, or `packs`, folders or names of them, with `cascade`, settings of a manager by name.
-    `sha256`: of what is watched; the worker compares (see `watched_sha256` in `probemon.serving.vllm.watched`).
+    `sha256`: of what is watched; the worker compares (`probemon.serving.vllm.watched.watched_sha256`).
     `sites`: what the packs read, in their order.
     `channel`: the address of the client, "" for that in the variable `PROBEMON_VLLM_CHANNEL`: an address that is new
     at every start belongs there, for in here it would have the graphs compiled anew.

@@ -23,9 +23,9 @@ def force_end(logits: Tensor, rows: Sequence[int], eos: Mapping[int, int | None]
         end = eos.get(row)
         if not 0 <= row < len(logits) or end is None:
             raise ConfigError(
-                f"row {row} has to end, and {len(logits)} rows are sampled, of which {len(eos)} have an end of sequence:"
-                " a stop could not be made, so this engine ends. Leave out what changes the rows (speculation), or give"
-                " rules the action record"
+                f"row {row} has to end, and {len(logits)} rows are sampled, of which {len(eos)} have an end of"
+                " sequence: a stop could not be made, so this engine ends. Leave out what changes the rows"
+                " (speculation), or give rules the action record"
             )
         logits[row] = float("-inf")
         logits[row, end] = 0.0

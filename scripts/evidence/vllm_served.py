@@ -91,12 +91,7 @@ async def _soak(folder: Path) -> Any:
                 counts["wrong"] += 1
                 print(error, flush=True)
                 return
-            reasons = list(result.coverage.unseen)
-            counts["tokens"] += len(result)
-            counts["seen"] += reasons.count("")
-            counts["last"] += reasons.count(LAST)
-            counts["cached"] += reasons.count(CACHED)
-            counts["missing"] += len(reasons) - sum(reasons.count(one) for one in ("", LAST, CACHED))
+            _count(counts, result)
 
         waiting: set[asyncio.Task[None]] = set()
         begin = time.perf_counter()
@@ -121,6 +116,13 @@ async def _soak(folder: Path) -> Any:
     return {"counts": counts, "preemptions": preempted, "requests_a_second": rate, "n_lost": n_lost} | _grown(
         memory, stats
     )
+
+
+def _count(counts: dict[str, int], result: Any) -> None:
+    reasons = list(result.coverage.unseen)
+    known = {"seen": reasons.count(""), "last": reasons.count(LAST), "cached": reasons.count(CACHED)}
+    for name, n in {"tokens": len(result), "missing": len(reasons) - sum(known.values()), **known}.items():
+        counts[name] += n
 
 
 def _preempted() -> float:

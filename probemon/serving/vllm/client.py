@@ -103,7 +103,9 @@ class VllmClient:
             canary=canary,
             high_water_mark=high_water_mark,
         )
-        self.settings = _settled(settings, self.manager)
+        pack = self.manager.pack
+        sha256 = watched_sha256(pack, deployment, cascade or {})
+        self.settings = replace(settings, sites=tuple(pack.sites), sha256=sha256)
         self.tokenizer = tokenizer
         self.hello: Hello | None = None  # what the newest worker said of itself
         self.n_hellos = self.n_steps = 0
@@ -343,11 +345,6 @@ def _opened(
         manager = DynamicProbeManager(pack, **deployment.settings)
     manager.deployment = deployment
     return manager, rules
-
-
-def _settled(settings: WorkerSettings, manager: DynamicProbeManager) -> WorkerSettings:
-    """Return settings with what the worker compares."""
-    return replace(settings, sites=tuple(manager.pack.sites), sha256=watched_sha256(manager, settings))
 
 
 def host_of(hello: Hello) -> HostState:

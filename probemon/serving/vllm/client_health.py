@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from probemon.monitor.health import FAILED, OK, Check, Health, state_of
+from probemon.serving.vllm.rows import CACHED
 
 if TYPE_CHECKING:
     from probemon.serving.vllm.client import VllmClient
@@ -43,6 +44,7 @@ def _channel(client: VllmClient) -> Check:
 
 def _tokens(client: VllmClient) -> Check:
     tokens = dict(client.tokens)
+    tokens.pop(CACHED, None)  # of a request that ran again after preemption: no fault of anybody's
     n_all, n_seen = sum(tokens.values()), tokens.pop("", 0)
     if not tokens:
         return Check("tokens", OK, f"all {n_all:,} tokens that the engine ran have scores")

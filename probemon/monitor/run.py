@@ -388,6 +388,11 @@ class MonitorRun:
         return self._watcher
 
     @property
+    def scorer(self) -> TokenScorer:
+        """Return what scores its tokens, for a source that has those of several generations at once."""
+        return self._scorer
+
+    @property
     def recordings(self) -> list[Recording]:
         """Return the recordings, one for each `generate()` or document of plain forwards, oldest first."""
         return self._watcher.recordings

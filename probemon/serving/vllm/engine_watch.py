@@ -73,6 +73,7 @@ class EngineWatch:
         source = self.run.source
         assert isinstance(source, EngineRequests)
         self.requests = source
+        self.requests.score_together = self.run.scorer.score_together
         self._entries: list[tuple[Recording, PlacedTokens, Scores, int]] = []
         self._began = (0.0, 0.0)  # the newest step, by time.time() and time.perf_counter()
         self.run.follow(_Teller(channel, settings.stop))
@@ -158,7 +159,7 @@ class EngineWatch:
         )
 
     def _take(self, placed: PlacedTokens, scores: Scores) -> None:
-        recording = self.requests.scoring
+        recording = self.requests.recording_of(placed)
         self._entries.append((recording, placed, scores, recording.watches[-1][1]))
 
     def _tell(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """EngineRequests: the requests of vLLM as a source of tokens for a run, as `generate()` is one of a model's.
 
-    run = MonitorRun(manager, model, source=partial(EngineRequests, host=host))  # functools.partial
+    run = MonitorRun(manager, model, source=partial(EngineRequests, host=host))
     with run:
         requests = run.source
         requests.begin("0-1a2b", prompt_ids, n_cached=0)
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.core.scores import PROMPT, Gap, HostState
+from probemon.core.scores import GENERATED, PROMPT, Gap, HostState
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.host.ranks import Ranks
 from probemon.host.site import Site
 from probemon.serving.vllm.rows import CACHED, Placing, RequestRows, StepRows
 from probemon.tracking.align import PlacedTokens
-from probemon.tracking.decoder_hooks import ScoreTokens
+from probemon.tracking.decoder_hooks import Report, ScoreTokens
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.hand_loop import HandLoop
@@ -45,7 +45,8 @@ LOG = logging.getLogger("probemon")
 
 
 class EngineRequests:
-    """A `TokenSource`. `host`: what every recording says of the model.
+    """A `TokenSource`. `host`: what every recording says of the model. `score_together`: scores tokens of several
+    requests at once, and is set once the run that made it has its scorer (`run.scorer.score_together`).
 
     All but `stop` is called in the thread that runs the model.
     """
@@ -68,16 +69,17 @@ class EngineRequests:
         one_thread: bool = False,
     ) -> None:
         self.model, self.open, self.called, self.n_gaps = model, False, False, 0
+        self.score_together: Callable[..., Report | None] | None = None
         self.recordings: list[Recording] = []
         self.forward_seconds: deque[float] = deque(maxlen=10_000)
         self.batch_errors: list[BaseException] = []
         self.n_documents, self.running_beams = 0, False
-        self._sites, self._n_probes, self._score, self._host = [str(site) for site in sites], n_probes, score, host
+        self._n_probes, self._host = n_probes, host
         self._check, self._on_gap, self._on_end, self._observer = check, on_gap, on_end, observer or Observer()
         self._placing, self._n_made = Placing(), 0
         self._generations: dict[str, Generation] = {}
         self._step: tuple[StepRows, States] | None = None  # the newest, whose drafts are not settled yet
-        self._current: Generation | None = None
+        self._scoring: dict[int, Recording] = {}  # by the id of what is being scored
         self._lock = threading.Lock()
 
     # -- what the worker tells -------------------------------------------------------------------
@@ -111,10 +113,12 @@ class EngineRequests:
         """Score the rows of a step that began at `began` (`time.perf_counter`), but drafts that may be rejected yet."""
         begin, self.called, n_tokens = time.perf_counter(), True, [0, 0]
         self._step = (rows, states)
+        parts = []
         for i, request in enumerate(rows.requests):
             for placed, reason in self._place(rows, i, n_drafts.get(request, 0)):
                 n_tokens[placed.phase != PROMPT] += len(placed)
-                self._score_tokens(request, placed, reason or states)
+                parts.append((request, placed, reason or states))
+        self._score_tokens(parts)
         if not n_drafts:
             self._step = None
         now = time.perf_counter()
@@ -126,8 +130,8 @@ class EngineRequests:
         if self._step is None:
             return
         _, states = self._step
-        for rows, placed, reason in self._placing.settle(n_accepted):
-            self._score_tokens(rows.request, placed, reason or states)
+        settled = self._placing.settle(n_accepted)
+        self._score_tokens([(rows.request, placed, reason or states) for rows, placed, reason in settled])
         self._step = None
 
     def lose(self, requests: Sequence[str], error: AlignmentError) -> None:
@@ -159,11 +163,9 @@ class EngineRequests:
         self.recordings[:] = [one for one in self.recordings if one is not recording]
         return rows, generation
 
-    @property
-    def scoring(self) -> Recording:
-        """Return the recording whose tokens are being published."""
-        assert self._current is not None
-        return self._current.recording
+    def recording_of(self, placed: PlacedTokens) -> Recording:
+        """Return the recording of tokens that are being published."""
+        return self._scoring[id(placed)]
 
     # -- what a run asks -------------------------------------------------------------------------
 
@@ -192,8 +194,8 @@ class EngineRequests:
         raise NotSupportedDecoding("inside vLLM nothing is generated by hand: send a request")
 
     def current(self) -> Generation | None:
-        """Return the request whose tokens are being scored."""
-        return self._current
+        """Return None: tokens of several requests are scored at once."""
+        return None
 
     def stopped(self, like: Tensor) -> Tensor:
         """Return no rows: requests of an engine are asked of one by one."""
@@ -232,18 +234,30 @@ class EngineRequests:
         if self._on_gap is not None:
             self._on_gap(gap)
 
-    def _score_tokens(self, request: str, placed: PlacedTokens, states: States | str) -> None:
-        generation = self._generations[request]
-        if not isinstance(states, str):
-            at = torch.from_numpy(placed.offsets)
-            states = {site: hidden[at.to(hidden.device)] for site, hidden in states.items()}
-        self._current = generation
-        try:
-            report = self._score(generation, generation.recording, placed, states)
-            if report is not None:
-                report(True)
-        finally:
-            self._current = None
+    def _score_tokens(self, parts: Sequence[tuple[str, PlacedTokens, States | str]]) -> None:
+        """Score tokens, in the order of each request: in turns, since one begins with what the one before retained."""
+        turns: list[dict[str, tuple[Generation, Recording, PlacedTokens, States | str]]] = []
+        n_parts = Counter[str]()
+        for request, placed, states in parts:
+            if not isinstance(states, str):
+                at = torch.from_numpy(placed.offsets)
+                states = {site: hidden[at.to(hidden.device)] for site, hidden in states.items()}
+            generation = self._generations[request]
+            turn = n_parts[request]
+            n_parts[request] += 1
+            if turn == len(turns):
+                turns.append({})
+            turns[turn][request] = (generation, generation.recording, placed, states)
+        for turn_parts in turns:
+            for phase in (PROMPT, GENERATED):
+                self._score_turn([part for part in turn_parts.values() if part[2].phase == phase])
+
+    def _score_turn(self, parts: Sequence[tuple[Generation, Recording, PlacedTokens, States | str]]) -> None:
+        self._scoring = {id(placed): recording for _, recording, placed, _ in parts}
+        assert self.score_together is not None
+        report = self.score_together(parts)
+        if report is not None:
+            report(True)
 
     def _stops(self, request: str) -> bool:
         generation = self._generations[request]

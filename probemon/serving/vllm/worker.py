@@ -73,10 +73,11 @@ class ProbeWorker(Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, then look whether the layers are captured, and begin to score."""
         warmed_up = super().compile_or_warm_up_model()
-        ids = canary_ids(self.model_config.get_vocab_size())
-        taken = self._run_canary(ids)
-        if self.rank % self.parallel_config.tensor_parallel_size == 0:
-            self._begin(ids, taken)
+        with torch.random.fork_rng():  # what is sampled later is what it would be without
+            ids = canary_ids(self.model_config.get_vocab_size())
+            taken = self._run_canary(ids)
+            if self.rank % self.parallel_config.tensor_parallel_size == 0:
+                self._begin(ids, taken)
         return warmed_up
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -221,8 +222,7 @@ class ProbeWorker(Worker):
         if deployment is not None:
             deployment.check_host(manager.pack, model)
         tolerance = None if config.quantization else TOLERANCES.get(config.dtype, 0.1)
-        with torch.inference_mode(False):
-            return judge(taken, reference_states(model, ids), tolerance)
+        return judge(taken, reference_states(model, ids), tolerance)
 
     def _tokenizer(self, manager: DynamicProbeManager) -> Any:
         """Return a tokenizer where a rule asks a judge, which reads text."""

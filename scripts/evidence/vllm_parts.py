@@ -1,5 +1,6 @@
-"""The parts of the evidence on vLLM, each of which starts an engine of its own. Called by vllm_check.py, in a process
-of its own: python scripts/evidence/vllm_parts.py NAME FOLDER writes FOLDER/NAME.json. Needs vLLM.
+"""The parts of the evidence on vLLM, each with an engine of its own, which vllm_check.py runs. Needs vLLM.
+
+python scripts/evidence/vllm_parts.py FOLDER eager stop            # writes FOLDER/eager.json, FOLDER/stop.json
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# One process for front end, core and worker, so that one import serves many engines; parts that serve have three.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from vllm import LLM, SamplingParams
 
@@ -48,14 +52,18 @@ def engine(model: Path, client: VllmClient | None, **arguments: Any) -> LLM:
         "async_scheduling": False,
         "disable_log_stats": False,
         "seed": 0,
+        "distributed_executor_backend": "uni",
         **arguments,
     }
-    if client is None:
+    if client is not None:
+        settings = {**client.engine_arguments(**settings), "worker_cls": KEEPING}
+    # vLLM looks through all modules for kernels, and stumbles over this one's library where it is loaded before.
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
         return LLM(**settings)
-    watched = client.engine_arguments(**settings)
-    if client.settings.canary == "weights":
-        watched["worker_cls"] = KEEPING
-    return LLM(**watched)
+    finally:
+        if hidden is not None:
+            sys.modules["llvmlite.binding.ffi"] = hidden
 
 
 def ask(llm: LLM, asked: list[list[int]], params: Any = GREEDY) -> list[Any]:
@@ -64,8 +72,11 @@ def ask(llm: LLM, asked: list[list[int]], params: Any = GREEDY) -> list[Any]:
 
 
 def ended(llm: LLM) -> None:
-    """End an engine with its processes."""
+    """End an engine, and what it has of the process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
 
 
 def transformers_host(model: Path, dtype: str = "float32") -> Any:
@@ -316,17 +327,24 @@ PARTS: dict[str, Callable[[Path], Any]] = {
 
 
 def main() -> None:
-    """Run one part."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    begin = time.perf_counter()
-    if name in PARTS:
-        found = PARTS[name](folder)
-    else:
-        from vllm_served import SERVED_PARTS
+    """Run some parts, one after another; one that fails says so in its own file of errors, and others go on."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    for name in names:
+        begin = time.perf_counter()
+        print(f"== {name}", flush=True)
+        try:
+            if name in PARTS:
+                found = PARTS[name](folder)
+            else:
+                from vllm_served import SERVED_PARTS
 
-        found = SERVED_PARTS[name](folder)
-    found["seconds"] = round(time.perf_counter() - begin, 1)
-    write_text_atomically(folder / f"{name}.json", json.dumps(found, indent=1) + "\n")
+                found = SERVED_PARTS[name](folder)
+        except Exception:
+            traceback.print_exc()
+            continue
+        found["seconds"] = round(time.perf_counter() - begin, 1)
+        write_text_atomically(folder / f"{name}.json", json.dumps(found, indent=1) + "\n")
+        print(f"   {found['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

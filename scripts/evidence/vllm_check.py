@@ -3,8 +3,8 @@
     bash scripts/vllm_check.sh                                   # makes the environment first
     python scripts/evidence/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json [--only eager stop]
 
-Each part is a process with an engine of its own, and leaves a file in the folder: a run that was stopped goes on where
-it was, as long as the adapter means the same. Ends with status 1 where a claim does not hold.
+Each part has an engine of its own, and leaves a file in the folder: a run that was stopped goes on where it was, as
+long as the adapter means the same. Ends with status 1 where a claim does not hold.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PARTS = (
     "soak",
     "tensor_parallel",
 )
+ALONE = ("held", "server", "soak", "tensor_parallel")  # have processes of their own; others share one
 SECONDS = 900  # of one part
 LEAVE_OUT = ("spoken",)  # of the result file: ids of tokens, compared by then
 
@@ -52,17 +53,21 @@ def run_parts(folder: Path, names: list[str]) -> dict[str, Any]:
         write_text_atomically(mark, adapter)
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts/evidence")])
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    wanted = [name for name in names if not (folder / f"{name}.json").is_file()]
+    together = [name for name in wanted if name not in ALONE]
+    for group in [together, *([name] for name in wanted if name in ALONE)]:
+        if not group:
+            continue
+        print("==", *group, flush=True)
+        command = [sys.executable, str(ROOT / "scripts/evidence/vllm_parts.py"), str(folder), *group]
+        with (folder / f"{group[0]}.log").open("w") as log:
+            try:
+                seconds = SECONDS * len(group)
+                subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=seconds, check=False)
+            except subprocess.TimeoutExpired:
+                print(f"   it took more than {seconds} s", flush=True)
     for name in names:
-        file = folder / f"{name}.json"
-        if not file.is_file():
-            print(f"== {name}", flush=True)
-            command = [sys.executable, str(ROOT / "scripts/evidence/vllm_parts.py"), name, str(folder)]
-            with (folder / f"{name}.log").open("w") as log:
-                try:
-                    subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=SECONDS, check=False)
-                except subprocess.TimeoutExpired:
-                    print(f"   it took more than {SECONDS} s", flush=True)
-        print(f"   {name}: {'found' if file.is_file() else f'failed, see {folder / name}.log'}", flush=True)
+        print(f"   {name}: {'found' if (folder / f'{name}.json').is_file() else 'failed, see the logs'}", flush=True)
     return {
         name: json.loads(file.read_text(encoding="utf-8"))
         for name in PARTS

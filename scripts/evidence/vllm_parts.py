@@ -19,6 +19,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# One thread that no core is bound to: on a machine that others use, several would wait for one another.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # One process for front end, core and worker, so that one import serves many engines; parts that serve have three.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -301,7 +304,7 @@ def overhead(folder: Path) -> Any:
 def tensor_parallel(folder: Path) -> Any:
     """Two ranks on this CPU, or why there are none."""
     try:
-        return {"ran": True, **watched_run(folder, tensor_parallel_size=2)}
+        return {"ran": True, **watched_run(folder, tensor_parallel_size=2, distributed_executor_backend="mp")}
     except ProbemonError:
         raise
     except Exception as error:

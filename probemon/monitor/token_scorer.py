@@ -8,6 +8,7 @@ if report is not None:
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -154,16 +155,16 @@ class TokenScorer:
                 return None
             if len(batches) == 1:
                 return [_Scored(scores, batches[0].placed.rows, retained)]
-            bounds = np.cumsum([0, *(len(one.placed) for one in batches)])
+            bounds = _bounds(batches)
             return [
-                _Scored(scores.take(np.arange(begin, end)), one.placed.rows, retained[begin:end])
+                _Scored(scores.between(begin, end), one.placed.rows, retained[begin:end])
                 for one, begin, end in zip(batches, bounds[:-1], bounds[1:], strict=True)
             ]
 
         return end_step
 
     def _score_prompts(self, batches: Sequence[_Batch], states: States, audit: Mask | None) -> list[_Scored]:
-        bounds = np.cumsum([0, *(len(one.placed) for one in batches)])
+        bounds = _bounds(batches)
         rows, last = [], []
         for one, begin in zip(batches, bounds[:-1], strict=True):
             # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
@@ -178,7 +179,7 @@ class TokenScorer:
             return [_Scored(scores, rows[0], retained)]
         sets = np.split(retained, np.cumsum([len(own_rows) for own_rows in rows])[:-1])
         return [
-            _Scored(scores.take(np.arange(begin, end)), own_rows, own_sets)
+            _Scored(scores.between(begin, end), own_rows, own_sets)
             for begin, end, own_rows, own_sets in zip(bounds[:-1], bounds[1:], rows, sets, strict=True)
         ]
 
@@ -199,3 +200,8 @@ class TokenScorer:
         circuit.failed()
         for batch in batches:
             self._publish_unseen(batch, unscored(error))
+
+
+def _bounds(batches: Sequence[_Batch]) -> list[int]:
+    """Return where the tokens of each begin among those of all, and where the last end."""
+    return [0, *itertools.accumulate(len(one.placed) for one in batches)]

@@ -11,6 +11,7 @@ from random import Random
 from types import SimpleNamespace
 
 import numpy as np
+
 from probemon.serving.vllm.rows import StepRows
 
 N_TOKENS = 50  # of the vocabulary

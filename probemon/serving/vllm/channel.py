@@ -14,7 +14,7 @@ from collections.abc import Callable
 from probemon.errors import MissingExtra
 from probemon.serving.vllm.messages import Message, pack
 
-_LINGER_MILLISECONDS = 2_000  # that the end of a worker waits for what is queued
+_LINGER_MILLISECONDS = 500  # that the end of a worker waits for what is queued
 
 
 class Channel:
@@ -50,7 +50,7 @@ class Channel:
                 self.n_sent += 1
 
     def close(self) -> None:
-        """Send what is queued, for two seconds at most."""
+        """Send what is queued, for half a second at most."""
         with self._lock:
             self._socket.close()
             self._context.term()

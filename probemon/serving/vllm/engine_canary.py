@@ -63,8 +63,8 @@ def judge(taken: Mapping[str, Tensor], reference: Tensor, tolerance: float | Non
         if nearest != layer:
             raise Blind(
                 f"the states that vLLM hands out for {site} are those of layer {nearest} ({float(apart[nearest]):.1e}"
-                f" apart from transformers' states of it, {own:.1e} from those of layer {layer}): its graph was compiled"
-                " for other layers. Remove its cache of compiled graphs (VLLM_DISABLE_COMPILE_CACHE=1)"
+                f" apart from transformers' states of it, {own:.1e} from those of layer {layer}): its graph was"
+                " compiled for other layers. Remove its cache of compiled graphs (VLLM_DISABLE_COMPILE_CACHE=1)"
             )
         if tolerance is not None and own > tolerance:
             raise Blind(

@@ -12,6 +12,7 @@ It needs nothing of vLLM's but the attributes of a `SchedulerOutput`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,11 +37,12 @@ from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import States
 from probemon.tracking.recording import Recording
 
+LOG = logging.getLogger("probemon")
 _KEEP_TOKENS = 50_000  # in the worker, where the client has them all
 
 
 class EngineWatch:
-    """`run`: the run, a `MonitorRun` like any other; `n_steps`, `seconds`: how many steps were scored, and in what time.
+    """`run`: the run, a `MonitorRun` like any other; `n_steps` were scored, in so many `seconds`.
 
     `tokenizer`: for rules that ask a judge.
     """
@@ -88,7 +90,10 @@ class EngineWatch:
         for request in scheduled.finished_req_ids:
             self._end(request)
         for new in scheduled.scheduled_new_reqs:
-            self._begin(new)
+            try:
+                self._begin(new)
+            except AlignmentError as error:  # its rows will be a gap
+                LOG.error("request %s cannot be followed: %s", new.req_id, error)
         cached = scheduled.scheduled_cached_reqs
         for request in cached.resumed_req_ids:
             self._resume(request, cached.all_token_ids.get(request))
@@ -106,8 +111,9 @@ class EngineWatch:
         self.requests.settle(n_accepted)
         self._tell(time.perf_counter() - begin)
 
-    def lose(self, requests: Sequence[str], error: AlignmentError) -> None:
-        """Score nothing more of requests whose rows could not be read."""
+    def lose(self, requests: Sequence[str], error: Exception) -> None:
+        """Score nothing more of requests whose step could not be read, or told of."""
+        self._entries = []
         self.requests.lose(requests, error)
 
     def stats(self) -> dict[str, Any]:
@@ -153,9 +159,7 @@ class EngineWatch:
         number = generation.recording.number
         stop_column = -1 if generation.stop_column is None else generation.stop_column
         self._channel.send(
-            lambda sequence: Ended(
-                sequence, request, number, rows.n_columns, rows.n_cached, rows.n_again, stop_column
-            )
+            lambda sequence: Ended(sequence, request, number, rows.n_columns, rows.n_cached, rows.n_again, stop_column)
         )
 
     def _take(self, placed: PlacedTokens, scores: Scores) -> None:
@@ -193,9 +197,7 @@ class EngineWatch:
 
 def _head(recording: Recording) -> RequestHead:
     assert recording.call.prompt_columns is not None
-    return RequestHead(
-        recording.request, recording.number, recording.call.prompt_columns, recording.call.first_column
-    )
+    return RequestHead(recording.request, recording.number, recording.call.prompt_columns, recording.call.first_column)
 
 
 class _Teller(Follower):

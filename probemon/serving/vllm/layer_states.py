@@ -4,9 +4,9 @@
     ...                                                 # the runner runs a step
     states.of_step(runner.execute_model_state)          # {"resid_post.15": [N, D]}, rows of the step, padding after
 
-First choice are auxiliary hidden states, which vLLM's own speculators read: they are outputs of the compiled graph. They
-have to be asked for before it is compiled; afterwards nothing would happen, and nobody would be told, so a canary looks.
-A model that has none is read by forward hooks, where it runs eagerly: compiled code would run them once.
+First choice are auxiliary hidden states, which vLLM's own speculators read: they are outputs of the compiled graph.
+They have to be asked for before it is compiled; afterwards nothing would happen, and nobody would be told, so a canary
+looks. A model that has none is read by forward hooks, where it runs eagerly: compiled code would run them once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class LayerStates:
         self._hooked: dict[str, Tensor] = {}
 
     @classmethod
-    def put_on(
-        cls, runner: Any, sites: Sequence[str], *, eager: bool, auxiliary: Callable[[Any], bool]
-    ) -> LayerStates:
+    def put_on(cls, runner: Any, sites: Sequence[str], *, eager: bool, auxiliary: Callable[[Any], bool]) -> LayerStates:
         """Have a model runner's model hand out its states at `sites`.
 
         `eager`: whether the model is neither compiled nor captured. `auxiliary(model)`: whether it can hand out
@@ -81,7 +79,7 @@ class LayerStates:
     def _hook(self, site: str) -> Callable[..., None]:
         def take(module: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
-                raise NotSupportedHost(f"the layer of {site} is being compiled: hooks would not run. Give enforce_eager")
+                raise NotSupportedHost(f"the layer of {site} is compiled: hooks would not run. Give enforce_eager")
             # Layers hand on what they add and the stream before it; the norm of the next one adds them up.
             parts = [part for part in (output if isinstance(output, tuple) else (output,)) if part is not None]
             self._hooked[site] = parts[0] + parts[1] if len(parts) == 2 else parts[0]

@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Scores):
         return _plain_scores(value)
     if isinstance(value, RequestHead):
-        return list(dataclasses.astuple(value))
+        return [value.request, value.number, value.n_prompt, value.first_column]
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, (tuple, list)):

@@ -42,6 +42,7 @@ from probemon.tracking.observer import ForwardTime, Observer
 from probemon.tracking.recording import Recording
 
 LOG = logging.getLogger("probemon")
+_MOST_LOGGED = 100  # gaps
 
 
 class EngineRequests:
@@ -134,8 +135,8 @@ class EngineRequests:
         self._score_tokens([(rows.request, placed, reason or states) for rows, placed, reason in settled])
         self._step = None
 
-    def lose(self, requests: Sequence[str], error: AlignmentError) -> None:
-        """Score nothing more of these requests, of which a step could not be read."""
+    def lose(self, requests: Sequence[str], error: Exception) -> None:
+        """Score nothing more of these requests, of which a step could not be read: their tokens are unseen."""
         for request in requests:
             if request in self._placing.live:
                 self._lose(self._placing.live[request], error)
@@ -216,7 +217,8 @@ class EngineRequests:
         request = step.requests[i]
         if request not in self._placing.live:
             self.n_gaps += 1
-            LOG.error("a step of vLLM has rows of request %s, whose beginning was not seen", request)
+            if self.n_gaps <= _MOST_LOGGED:
+                LOG.error("a step of vLLM has rows of request %s, whose beginning was not seen", request)
             return
         try:
             yield from self._placing.place_request(step, i, n_drafts)
@@ -224,8 +226,8 @@ class EngineRequests:
             self._lose(self._placing.live[request], error)
             yield from self._placing.place_request(step, i, n_drafts)
 
-    def _lose(self, rows: RequestRows, error: AlignmentError) -> None:
-        rows.unseen = f"which of its rows are whose could not be told: {error}"
+    def _lose(self, rows: RequestRows, error: Exception) -> None:
+        rows.unseen = f"its rows could not be told, or scored: {type(error).__name__}: {error}"
         recording = self._generations[rows.request].recording
         self.n_gaps += 1
         LOG.error("request %s is not scored any more: %s", rows.request, error)

@@ -16,6 +16,7 @@ been given to rules and to the token after it: rows that show it again (after pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +85,7 @@ def rows_of_v2(batch: Any, scheduled: Mapping[str, int]) -> StepRows:
 def _numbers(values: Any, n: int) -> Ints:
     """Return the first `n` of a tensor or an array, copied: the runner writes the next step into the same memory."""
     first = values[:n]
-    return np.array(first.cpu() if hasattr(first, "cpu") else first, dtype=np.int64)
+    return np.array(first.cpu().numpy() if hasattr(first, "cpu") else first, dtype=np.int64)
 
 
 @dataclass
@@ -155,8 +156,8 @@ class RequestRows:
         """Place columns up to `column`, which the cache gave to a request that runs on after preemption."""
         if column > len(self.known):
             raise AlignmentError(
-                f"request {self.request} runs on at column {column}, {self.call.frontier} were run and {len(self.known)}"
-                " are known"
+                f"request {self.request} runs on at column {column}, {self.call.frontier} were run and"
+                f" {len(self.known)} are known"
             )
         self.n_cached += column - self.call.frontier
         return self._missed(column, self.known[:column], CACHED)
@@ -182,7 +183,7 @@ class RequestRows:
         placed: list[tuple[PlacedTokens, str]] = []
         # At most one generated token at a time: each begins with what the one before it retained.
         bounds = [first, *range(max(first, n_prompt) + 1, end + 1)] if end > n_prompt else [first, end]
-        for begin, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        for begin, stop in itertools.pairwise(bounds):
             if stop > n_prompt:
                 self.call.ended(_NOT_ENDED)
             forward = Forward(begin, ids[None, begin - first : stop - first], None)
@@ -254,4 +255,3 @@ class Placing:
         if rows is not None:
             rows.settle(0)
         return rows
-

@@ -1,7 +1,7 @@
 """What is watched inside vLLM, opened alike by the client, which starts the engine, and by the worker in it.
 
-    sha256 = watched_sha256(pack, deployment, cascade)          # by the client, for WorkerSettings
-    manager = open_manager(settings, device="cpu")              # by the worker, which compares the hash
+sha256 = watched_sha256(pack, deployment, cascade)          # by the client, for WorkerSettings
+manager = open_manager(settings, device="cpu")              # by the worker, which compares the hash
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from probemon.core.scores import HostState
-from probemon.errors import AlignmentError, Blind, ConfigError
+from probemon.errors import Blind, ConfigError
 from probemon.host.compatibility import check_host
 from probemon.manager import DynamicProbeManager
 from probemon.serving.vllm.channel import Channel
@@ -73,7 +73,8 @@ class ProbeWorker(Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, then look whether the layers are captured, and begin to score."""
         warmed_up = super().compile_or_warm_up_model()
-        with torch.random.fork_rng():  # what is sampled later is what it would be without
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices):  # what is sampled later is what it would be without
             ids = canary_ids(self.model_config.get_vocab_size())
             taken = self._run_canary(ids)
             if self.rank % self.parallel_config.tensor_parallel_size == 0:
@@ -91,7 +92,7 @@ class ProbeWorker(Worker):
             drafts = {name: len(ids) for name, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
             try:
                 STOPS.rows = self._watch.step(self._rows(scheduler_output), drafts, self._taken())
-            except AlignmentError as error:  # of the step as a whole: others go on
+            except Exception as error:  # these requests are unseen from now on: to raise would end those of all
                 self._watch.lose(list(scheduler_output.num_scheduled_tokens), error)
         return output
 
@@ -227,7 +228,9 @@ class ProbeWorker(Worker):
     def _tokenizer(self, manager: DynamicProbeManager) -> Any:
         """Return a tokenizer where a rule asks a judge, which reads text."""
         deployment = manager.deployment
-        if deployment is None or not any(rule.get("action") == "escalate" for rule in deployment.content.get("rules", ())):
+        if deployment is None or not any(
+            rule.get("action") == "escalate" for rule in deployment.content.get("rules", ())
+        ):
             return None
         from transformers import AutoTokenizer
 

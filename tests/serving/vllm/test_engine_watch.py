@@ -6,10 +6,11 @@ import random
 import zlib
 from types import SimpleNamespace
 
-import grouped_packs
 import numpy as np
 import pytest
 import torch
+
+import grouped_packs
 from conftest import HIDDEN
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.scores import GENERATED, HostState
@@ -154,9 +155,7 @@ def test_a_request_with_an_adapter_is_told_as_unseen(probes):
     )
     new = SimpleNamespace(req_id="a", prompt_token_ids=[1, 2], num_computed_tokens=0, lora_request=object())
     none = SimpleNamespace(resumed_req_ids=set(), all_token_ids={})
-    watch.begin_step(
-        SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new], scheduled_cached_reqs=none)
-    )
+    watch.begin_step(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new], scheduled_cached_reqs=none))
     rows = StepRows(("a",), np.array([0, 2]), np.array([1, 2]), np.array([0, 1]))
     watch.step(rows, {}, states_of("a", [0, 1]))
     [message] = sent.messages

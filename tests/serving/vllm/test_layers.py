@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+
 from conftest import make_model
 from probemon.errors import AlignmentError, Blind, NotSupportedHost
 from probemon.serving.vllm.engine_canary import canary_ids, judge, judge_alone, reference_states
 from probemon.serving.vllm.layer_states import AUXILIARY, HOOKS, LayerStates
-from torch import nn
 
 SITES = ("resid_post.2", "resid_post.0")  # not ascending: the order is the packs'
 

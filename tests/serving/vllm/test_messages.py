@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+
 from probemon.core.scores import Scores
 from probemon.errors import ConfigError
 from probemon.serving.vllm.channel import Channel
@@ -46,7 +47,8 @@ def scores():
 
 def tokens():
     return StepTokens(
-        2, 1, 1.5, 0.25, (RequestHead("a-0", 2, 3, 0),), *(np.zeros(2, dtype=t) for t in ("i4", "i8", "i8", "i1", "i4")),
+        2, 1, 1.5, 0.25, (RequestHead("a-0", 2, 3, 0),),
+        *(np.zeros(2, dtype=t) for t in ("i4", "i8", "i8", "i1", "i4")),
         {0: "sha"}, scores(),
     )  # fmt: skip
 
@@ -138,7 +140,9 @@ def test_threads_that_send_at_once_number_every_message_once(address):
     reader.bind(address)
     channel = Channel(address, 1000)
     send = [
-        threading.Thread(target=lambda: [channel.send(lambda n: dataclasses.replace(ENDED, sequence=n)) for _ in range(50)])
+        threading.Thread(
+            target=lambda: [channel.send(lambda n: dataclasses.replace(ENDED, sequence=n)) for _ in range(50)]
+        )
         for _ in range(4)
     ]
     for thread in send:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.serving.vllm.messages import WorkerSettings
 from probemon.serving.vllm.refusals import check_engine, unseen_request

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
 from probemon.serving.vllm.rows import CACHED, Placing, StepRows

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from probemon.core.files import sha256, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = (3, 17, 40, 64, 65, 130, 257, 301, 450, 608)
+LENGTHS = (3, 17, 40, 64, 65, 130, 257, 301, 450, 608)  # ten at once, of which the last is ten chunks
+SHORTER = (3, 17, 40, 64, 65, 70, 130, 140, 150, 257)
 
 
-def prompts(tokenizer: Any, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+def prompts(tokenizer: Any, lengths: tuple[int, ...]) -> list[list[int]]:
     """Return prompts of these lengths, each from another place of a text."""
     text = (ROOT / "probemon/training/background.txt").read_text(encoding="utf-8")
     ids = tokenizer(text)["input_ids"]

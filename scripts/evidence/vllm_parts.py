@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -33,14 +33,22 @@ from probemon.core.files import write_text_atomically
 from probemon.errors import ProbemonError
 from probemon.serving.vllm.client import VllmClient
 from vllm_compare import against_transformers, attribution, kept_states, spoken
-from vllm_data import ROOT, cut_host, deployment, prompts, random_pack
+from vllm_data import LENGTHS, ROOT, SHORTER, cut_host, deployment, prompts, random_pack
 
 PACK = ROOT / "probes/wordnet-smollm2-135m"
-SITE, LAYER = "resid_post.15", 15
 KEEPING = "vllm_workers.KeepingWorker"
 CHUNK, N_NEW = 64, 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=N_NEW, ignore_eos=True)
 RECORD = [{"concepts": ["animal"], "above": 0.5, "action": "record", "on_blind": "pass"}]
+
+
+class Watched(NamedTuple):
+    """A host and what watches it."""
+
+    host: Path
+    pack: Path
+    site: str
+    rules: list[dict[str, Any]]
 
 
 def engine(model: Path, client: VllmClient | None, **arguments: Any) -> LLM:
@@ -97,15 +105,33 @@ def tokenizer_of(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
+def whole_host(folder: Path) -> Watched:
+    """The demo model, watched by the pack that comes with it."""
+    return Watched(bundled_path(), PACK, "resid_post.15", RECORD)
+
+
+def cut_to_two(folder: Path) -> Watched:
+    """Its first two layers, watched by random probes: the whole one takes many minutes to compile."""
+    host = cut_host(folder / "cut2", bundled_path(), 2)
+    return Watched(host, random_pack(folder / "random2", 576, 64, "resid_post.1"), "resid_post.1", [])
+
+
 def watched_run(
-    folder: Path, *, rounds: int = 1, dtype: str = "float32", params: Any = GREEDY, **arguments: Any
+    folder: Path,
+    watched: Watched | None = None,
+    *,
+    rounds: int = 1,
+    lengths: tuple[int, ...] = SHORTER,
+    dtype: str = "float32",
+    params: Any = GREEDY,
+    **arguments: Any,
 ) -> Any:
     """Run the prompts, watched, and compare; with `rounds` 2 once more, when the prefix cache is warm."""
-    whole = bundled_path()
-    asked = prompts(tokenizer_of(whole))
+    watched = watched or whole_host(folder)
+    asked = prompts(tokenizer_of(watched.host), lengths)
     begin = time.perf_counter()
-    with VllmClient(deployment(folder / "record.json", PACK, RECORD)) as client:
-        llm = engine(whole, client, dtype=dtype, **arguments)
+    with VllmClient(deployment(folder / "record.json", watched.pack, watched.rules)) as client:
+        llm = engine(watched.host, client, dtype=dtype, **arguments)
         started = time.perf_counter() - begin
         outcomes = []
         for turn in range(rounds):
@@ -119,10 +145,11 @@ def watched_run(
         metrics = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
         ended(llm)
         n_lost = client.receiver.n_lost
-    host, manager = transformers_host(whole, dtype), DynamicProbeManager(str(PACK))
+    host, manager = transformers_host(watched.host, dtype), DynamicProbeManager(str(watched.pack))
+    layer = int(watched.site.rpartition(".")[2])
     turns = []
     for outputs, result, states, n_rows in outcomes:
-        compared = against_transformers(host, manager, outputs, result, kept_states(states, SITE), LAYER)
+        compared = against_transformers(host, manager, outputs, result, kept_states(states, watched.site), layer)
         turns.append({**attribution(result, outputs), "rows": n_rows, **compared, "spoken": spoken(outputs)})
         states.unlink()
     return {
@@ -139,20 +166,18 @@ def watched_run(
     }
 
 
-def plain_run(**arguments: Any) -> Any:
+def plain_run(host: Path, lengths: tuple[int, ...] = SHORTER, **arguments: Any) -> Any:
     """Run the same prompts by vLLM alone."""
-    whole = bundled_path()
-    asked = prompts(tokenizer_of(whole))
-    llm = engine(whole, None, **arguments)
+    asked = prompts(tokenizer_of(host), lengths)
+    llm = engine(host, None, **arguments)
     outputs = ask(llm, asked)
-    seconds = decode_seconds(llm, asked)
     ended(llm)
-    return {"spoken": spoken(outputs), "decode_step_seconds": seconds}
+    return {"spoken": spoken(outputs)}
 
 
 def decode_seconds(llm: LLM, asked: list[list[int]], n: int = 5) -> list[float]:
     """Return how long eight rows take to generate a token, run after run."""
-    short = [ids[:8] for ids in asked[2:10]]
+    short = [ids[:8] for ids in asked[-8:]]
     times = []
     for _ in range(n):
         begin = time.perf_counter()
@@ -166,12 +191,12 @@ def decode_seconds(llm: LLM, asked: list[list[int]], n: int = 5) -> list[float]:
 
 def eager(folder: Path) -> Any:
     """Ten requests at once, prompts in chunks, twice: the second time most of them come from the prefix cache."""
-    return watched_run(folder, rounds=2)
+    return watched_run(folder, rounds=2, lengths=LENGTHS)
 
 
 def plain_eager(folder: Path) -> Any:
     """The same without us."""
-    return plain_run()
+    return plain_run(bundled_path(), LENGTHS)
 
 
 def speculation(folder: Path) -> Any:
@@ -192,13 +217,13 @@ def bf16(folder: Path) -> Any:
 
 
 def compiled(folder: Path) -> Any:
-    """The same compiled: vLLM's default."""
-    return watched_run(folder, enforce_eager=False)
+    """Compiled, as vLLM is by default: the first two layers alone."""
+    return watched_run(folder, cut_to_two(folder), enforce_eager=False)
 
 
 def plain_compiled(folder: Path) -> Any:
     """The same compiled, without us."""
-    return plain_run(enforce_eager=False)
+    return plain_run(cut_to_two(folder).host, enforce_eager=False)
 
 
 def stop(folder: Path) -> Any:
@@ -277,7 +302,7 @@ def canary(folder: Path) -> Any:
 def overhead(folder: Path) -> Any:
     """What scoring adds to a step of eight rows, the engine run with and without it in turns."""
     whole = bundled_path()
-    asked = prompts(tokenizer_of(whole))
+    asked = prompts(tokenizer_of(whole), SHORTER)
     with VllmClient(deployment(folder / "record.json", PACK, RECORD)) as client:
         llm = engine(whole, client)
         decode_seconds(llm, asked, 1)

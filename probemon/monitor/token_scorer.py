@@ -134,7 +134,11 @@ class TokenScorer:
                 sample(rate, self._audit_seed, one.recording.number, one.placed.rows, one.placed.columns)
                 for one in batches
             ]
-            audit = drawn[0] if len(drawn) == 1 else np.concatenate(drawn)
+            if any(mask is not None for mask in drawn):
+                masks = zip(drawn, batches, strict=True)
+                audit = np.concatenate(
+                    [np.zeros(len(one.placed), dtype=bool) if mask is None else mask for mask, one in masks]
+                )
         if batches[0].placed.phase == PROMPT:
             return lambda report: self._score_prompts(batches, states, audit) if report else None
         # Before its first token a sequence retains nothing, and has no sets yet.

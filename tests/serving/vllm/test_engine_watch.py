@@ -180,3 +180,46 @@ def test_rows_of_another_token_lose_one_request_and_no_other(probes):
     assert "its prompt has 2" in reasons[0]
     assert watch.run.n_gaps == 1
     watch.close()
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_audited_tokens_of_several_requests_are_those_that_were_drawn(probes, rate):
+    manager = DynamicProbeManager(probes, keep_top_k=0, audit_rate=rate, load_threshold=0.9)
+    engine = SimulatedEngine(random.Random(2))
+    messages, _, _ = served(manager, engine)
+    n_tokens = n_audited = 0
+    for request in engine.requests:
+        found = told_of(messages, request.name)
+        if request.reused or not found:
+            continue
+        columns = range(request.n_cached, request.n_cached + len(found))
+        every = manager.score_all(states_of(request.name, columns)).numpy()
+        for t, (_, _, _, message, i) in enumerate(found):
+            coverage = message.scores.coverage
+            n_tokens, n_audited = n_tokens + 1, n_audited + int(coverage.audited[i])
+            firing = int((every[t] > manager.pack.alert_threshold.numpy()).sum())
+            assert coverage.firing[i] == (firing if coverage.audited[i] else 0)
+            missed = firing - len(message.scores.fired(i))
+            assert coverage.firing_missed[i] == (missed if coverage.audited[i] else 0)
+    assert n_tokens > 50
+    assert n_audited == n_tokens if rate == 1.0 else 0.1 * n_tokens < n_audited < 0.6 * n_tokens
+
+
+def test_an_error_of_scoring_makes_every_token_of_its_step_unseen_and_ends_nothing(probes, monkeypatch):
+    manager = DynamicProbeManager(probes)
+    sent = Sent()
+    watch = EngineWatch(manager, WorkerSettings(packs=("p",), sites=SITES), HOST, sent, torch.nn.Identity())
+    new = [SimpleNamespace(req_id=name, prompt_token_ids=[1, 2], num_computed_tokens=0) for name in "ab"]
+    none = SimpleNamespace(resumed_req_ids=set(), all_token_ids={})
+    watch.begin_step(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new, scheduled_cached_reqs=none))
+    rows = StepRows(("a", "b"), np.array([0, 2, 4]), np.array([1, 2, 1, 2]), np.array([0, 1, 0, 1]))
+    with monkeypatch.context() as broken:
+        broken.setattr(manager, "score_prompt", lambda *_, **__: 1 / 0)
+        watch.step(rows, {}, states_of("a", [0, 1, 2, 3]))
+    rows = StepRows(("a", "b"), np.array([0, 1, 2]), np.array([3, 4]), np.array([2, 2]))
+    watch.step(rows, {}, states_of("a", [4, 5]))
+    first, second = sent.messages
+    assert all("ZeroDivisionError" in reason for reason in first.scores.coverage.unseen)
+    assert second.scores.coverage.unseen == ("", "")
+    assert watch.run.n_failures == 1
+    watch.close()

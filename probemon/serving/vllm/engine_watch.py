@@ -38,7 +38,6 @@ from probemon.tracking.generation import States
 from probemon.tracking.recording import Recording
 
 LOG = logging.getLogger("probemon")
-_KEEP_TOKENS = 50_000  # in the worker, where the client has them all
 
 
 class EngineWatch:
@@ -67,7 +66,6 @@ class EngineWatch:
             tokenizer,
             on_gap=lambda gap: None,
             callback_errors="report",
-            keep_tokens=_KEEP_TOKENS,
             deployment=deployment,
             breaker=breaker,
             source=partial(EngineRequests, host=host),

@@ -40,9 +40,11 @@ from probemon.tracking.hand_loop import HandLoop
 from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.observer import ForwardTime, Observer
 from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import keep_newest
 
 LOG = logging.getLogger("probemon")
 _MOST_LOGGED = 100  # gaps
+_KEEP_TOKENS = 50_000  # with their scores, of which the client has all
 
 
 class EngineRequests:
@@ -122,6 +124,7 @@ class EngineRequests:
         self._score_tokens(parts)
         if not n_drafts:
             self._step = None
+        keep_newest(self.recordings, _KEEP_TOKENS)
         now = time.perf_counter()
         self.forward_seconds.append(now - begin)
         self._observer.forward(ForwardTime(now - begin, now - began, *n_tokens))

@@ -223,3 +223,19 @@ def test_an_error_of_scoring_makes_every_token_of_its_step_unseen_and_ends_nothi
     assert second.scores.coverage.unseen == ("", "")
     assert watch.run.n_failures == 1
     watch.close()
+
+
+def test_a_worker_keeps_no_more_scores_than_it_may_and_tells_them_all(probes, monkeypatch):
+    monkeypatch.setattr("probemon.serving.vllm.requests._KEEP_TOKENS", 5)
+    sent = Sent()
+    watch = EngineWatch(
+        DynamicProbeManager(probes), WorkerSettings(packs=("p",), sites=SITES), HOST, sent, torch.nn.Identity()
+    )
+    new = [SimpleNamespace(req_id="a", prompt_token_ids=[1], num_computed_tokens=0)]
+    none = SimpleNamespace(resumed_req_ids=set(), all_token_ids={})
+    watch.begin_step(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new, scheduled_cached_reqs=none))
+    for column in range(20):
+        watch.step(StepRows(("a",), np.array([0, 1]), np.array([1]), np.array([column])), {}, states_of("a", [column]))
+        assert watch.requests.recordings[0].n_kept == min(5, column + 1)
+    assert [column for column, *_ in told_of(sent.messages, "a")] == list(range(20))
+    watch.close()

@@ -166,7 +166,7 @@ class VllmClient:
             raise ConfigError(f"this client has stops={self.stops!r}: give stops='abort'")
 
         def aborting(message: Message) -> None:
-            if isinstance(message, RuleMet) and message.action == "stop":
+            if isinstance(message, RuleMet) and ends_row(message):
                 abort(name_of(message.event["request"]))
 
         self.listen(aborting)
@@ -273,7 +273,7 @@ class VllmClient:
     def _met(self, message: RuleMet) -> None:
         event = event_of(message.event)
         log = self._logs.get(event.request)
-        if log is not None and message.action == "stop" and log.stop_column is None:
+        if log is not None and ends_row(message) and log.stop_column is None:
             log.stop_column = event.column
         for i, (one, action) in enumerate(self.actions):
             if event.verdict is not None and _same(one, event):  # asked before, and now ruled
@@ -345,6 +345,12 @@ def _opened(
         manager = DynamicProbeManager(pack, **deployment.settings)
     manager.deployment = deployment
     return manager, rules
+
+
+def ends_row(message: RuleMet) -> bool:
+    """Whether a row is to end for what was met, by its rule or by the judge that was asked."""
+    verdict = message.event.get("verdict") or {}
+    return message.action == "stop" or verdict.get("ruling") == "stop"
 
 
 def host_of(hello: Hello) -> HostState:

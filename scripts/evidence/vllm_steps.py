@@ -35,6 +35,7 @@ def main() -> None:
     raw = Path(arguments.out).with_suffix(".lines")
     raw.unlink(missing_ok=True)
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", STEPS: str(raw)}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, which imports everything once
     outputs = _generate(arguments)
     steps = [json.loads(line) for line in raw.read_text().splitlines()]
     raw.unlink()
@@ -43,8 +44,9 @@ def main() -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
+    import vllm_parts
     from probemon.serving.vllm.client import VllmClient
 
     more: dict[str, Any] = {"num_gpu_blocks_override": arguments.blocks} if arguments.blocks else {}
@@ -56,10 +58,10 @@ def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "prompt_lookup_min": 1,
         }
     with VllmClient(packs=[arguments.pack], stops="told") as client:
-        given = client.engine_arguments(
-            model=arguments.model,
-            dtype="float32",
-            enforce_eager=True,
+        vllm_parts.KEEPING = "vllm_steps_worker.RecordingWorker"
+        llm = vllm_parts.engine(
+            Path(arguments.model),
+            client,
             max_num_batched_tokens=32,
             max_num_seqs=4,
             max_model_len=128,
@@ -67,7 +69,6 @@ def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             enable_prefix_caching=arguments.prefixes,
             **more,
         )
-        llm = LLM(**{**given, "worker_cls": "vllm_steps_worker.RecordingWorker"})
         tokenizer = llm.get_tokenizer()
         prompts = [{"prompt_token_ids": tokenizer(text)["input_ids"]} for text in PROMPTS]
         made = []

@@ -87,7 +87,7 @@ def serve(
         SERVED.append(
             ServedEngine(client, metrics, token, names, served_name(model), Limits(kept_requests=keep_requests), ready)
         )
-        run_server(server_arguments(client, folder, host, port, token, more or ()))
+        run_server(server_arguments(client, folder, served_name(model), host, port, token, more or ()))
 
 
 @vllm.command()

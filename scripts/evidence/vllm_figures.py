@@ -63,10 +63,22 @@ def runs(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def soak(found: dict[str, Any]) -> str:
+    """What the soak did, in a sentence."""
+    part = found["parts"]["soak"]
+    counts, grown = part["counts"], part["grown_mb"]
+    return (
+        f"{counts['requests']:,} requests, {counts['aborted']} of them aborted, {part['preemptions']:.0f} preemptions:"
+        f" of {counts['tokens']:,} tokens {counts['seen']:,} have scores, {counts['cached']:,} came from the prefix"
+        f" cache, {counts['last']:,} were the last of their answers, and {counts['missing']} are missing. Over its"
+        f" second half the worker grew by {grown['worker']:.1f} MB, the client by {grown['client']:.1f}."
+    )
+
+
 def main() -> None:
     """Print the tables."""
     found = json.loads((ROOT / "docs/benchmarks/vllm.json").read_text(encoding="utf-8"))
-    print("\n".join([*claims(found), "", *runs(found)]))
+    print("\n".join([*claims(found), "", *runs(found), "", soak(found)]))
 
 
 if __name__ == "__main__":

@@ -200,16 +200,17 @@ def server(folder: Path) -> Any:
     command += [str(port), "--no-token", "--", "--max-model-len", "512", "--dtype", "float32", "--enforce-eager"]
     address = f"http://127.0.0.1:{port}"
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=own)
         try:
             ready = _wait_for(f"{address}/probemon/readyz", process, 300)
-            asked = {"model": str(whole), "prompt": "Whales are", "max_tokens": 24, "temperature": 0}
+            asked = {"model": whole.name, "prompt": "Whales are", "max_tokens": 24, "temperature": 0}
             reply = _json(f"{address}/v1/completions", {**asked, "return_token_ids": True})
             result = RemoteScores(address, file).result({**reply, "id": f"{reply['id']}-0"})
             requests = _json(f"{address}/probemon/requests")["requests"]
             tokens = _json(f"{address}/probemon/requests/{reply['id']}")
             metrics = urllib.request.urlopen(f"{address}/probemon/metrics").read().decode()
-            own = urllib.request.urlopen(f"{address}/metrics").read().decode()
+            vllms = urllib.request.urlopen(f"{address}/metrics").read().decode()
             refused = ""
             try:
                 _json(f"{address}/v1/completions", {**asked, "ignore_eos": True})
@@ -226,7 +227,7 @@ def server(folder: Path) -> Any:
         "stopped": requests[0]["stopped_at"] is not None,
         "finish_reason": reply["choices"][0]["finish_reason"],
         "events": len(tokens["events"]),
-        "metrics": "probemon_tokens_total" in metrics and "vllm:" in own,
+        "metrics": "probemon_tokens_total" in metrics and "vllm:" in vllms,
         "refused_ignore_eos": refused,
         "exit_status": status,
     }

@@ -64,6 +64,7 @@ def test_what_is_claimed_of_operations_is_what_was_found():
 def test_what_is_claimed_of_vllm_is_what_was_found():
     found, page = result("vllm.json"), page_of("docs/vllm.md")
     assert flat(vllm_figures.claims(found)) in page and flat(vllm_figures.runs(found)) in page
+    assert flat([vllm_figures.soak(found)]) in page
 
 
 def test_what_the_server_costs_is_what_was_measured():

@@ -1,6 +1,6 @@
 """vLLM's OpenAI server, watched: its arguments, and its run in this process.
 
-arguments = server_arguments(client, "model", "127.0.0.1", 8000, token, more=["--max-model-len", "1024"])
+arguments = server_arguments(client, "folder", "name", "127.0.0.1", 8000, token, ["--max-model-len", "1024"])
 run_server(arguments)                       # until a signal ends it
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from probemon.errors import ConfigError
 from probemon.serving.vllm.client import VllmClient
@@ -36,11 +35,13 @@ def check_more(more: Sequence[str]) -> None:
 
 
 def server_arguments(
-    client: VllmClient, model: str, host: str, port: int, token: str | None, more: Sequence[str]
+    client: VllmClient, model: str, name: str, host: str, port: int, token: str | None, more: Sequence[str]
 ) -> list[str]:
-    """Return the command line of `vllm serve`, without its name. `more`: what the user adds."""
+    """Return the command line of `vllm serve`, without its name. `name`: what clients call the model; `more`: what the
+    user adds.
+    """
     engine = client.engine_arguments()
-    arguments = [model, "--host", host, "--port", str(port), "--middleware", ROUTES]
+    arguments = [model, "--served-model-name", name, "--host", host, "--port", str(port), "--middleware", ROUTES]
     arguments += ["--worker-cls", engine["worker_cls"], "--additional-config", json.dumps(engine["additional_config"])]
     for processor in engine.get("logits_processors", ()):
         arguments += ["--logits-processors", processor]
@@ -53,17 +54,19 @@ def server_arguments(
 
 def run_server(arguments: Sequence[str]) -> None:
     """Run vLLM's server until a signal ends it. Raises `ConfigError` for arguments that it does not take."""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise ConfigError("VLLM_USE_RUST_FRONTEND is set: vLLM's other front end has no place for routes, so unset it")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    import uvloop
-    from vllm.entrypoints.openai.api_server import run_server as run
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="probemon vllm serve MODEL --deployment FILE --"))
+    parser, command = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    cli_env_setup()
     try:
-        parsed: Any = parser.parse_args(list(arguments))
-    except SystemExit as ended:
+        parsed = parser.parse_args(["serve", *arguments])
+    except SystemExit as ended:  # its parser has said more
         raise ConfigError("vLLM does not take the arguments behind the two dashes: it says above which") from ended
-    parsed.model = parsed.model_tag if getattr(parsed, "model_tag", None) else parsed.model
-    validate_parsed_serve_args(parsed)
-    uvloop.run(run(parsed))
+    command.validate(parsed)
+    command.cmd(parsed)

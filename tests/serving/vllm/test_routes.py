@@ -154,13 +154,13 @@ def test_events_are_told_as_they_come(served):
 
 def test_vllms_command_line_says_what_is_watched(file):
     with VllmClient(file) as client:
-        arguments = server_arguments(client, "model", "127.0.0.1", 8000, "key", ["--max-model-len", "64"])
+        arguments = server_arguments(client, "model", "tiny", "127.0.0.1", 8000, "key", ["--max-model-len", "64"])
         assert arguments[0] == "model" and arguments[-2:] == ["--max-model-len", "64"]
         config = json.loads(arguments[arguments.index("--additional-config") + 1])
         assert config == {CONFIG_KEY: client.settings.as_config()}
         assert arguments[arguments.index("--api-key") + 1] == "key"
         assert arguments[arguments.index("--logits-processors") + 1].endswith("stop:StopRows")
-        assert "--no-async-scheduling" in arguments
+        assert "--no-async-scheduling" in arguments and arguments[1:3] == ["--served-model-name", "tiny"]
 
 
 @pytest.mark.parametrize("given", ["--api-key=x", "--worker-cls", "--additional_config", "--api-server-count"])

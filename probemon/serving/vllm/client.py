@@ -357,7 +357,7 @@ def host_of(hello: Hello) -> HostState:
     """Return what the worker said of its host."""
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in hello.host.items()}
     scales = tuple((str(name), float(scale)) for name, scale in fields.get("adapter_scales", ()))
-    return HostState(**{**fields, "adapter_scales": scales})
+    return HostState(**{**fields, "adapter_scales": scales})  # type: ignore[arg-type]
 
 
 def _not_run(ids: Ints, n_probes: int) -> Tokens:

@@ -21,7 +21,7 @@ from probemon.core.files import sha256, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (3, 17, 40, 64, 65, 130, 257, 301, 450, 608)  # ten at once, of which the last is ten chunks
-SHORTER = (3, 17, 40, 64, 65, 70, 130, 140, 150, 257)
+SHORTER = (3, 17, 40, 64, 65, 70, 90, 130)
 
 
 def prompts(tokenizer: Any, lengths: tuple[int, ...]) -> list[list[int]]:

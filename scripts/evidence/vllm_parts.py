@@ -208,7 +208,7 @@ def speculation(folder: Path) -> Any:
 def preemption(folder: Path) -> Any:
     """The same with so few blocks that requests are preempted."""
     long = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
-    return watched_run(folder, num_gpu_blocks_override=12, max_num_batched_tokens=256, params=long)
+    return watched_run(folder, num_gpu_blocks_override=10, max_num_batched_tokens=256, params=long)
 
 
 def bf16(folder: Path) -> Any:

@@ -26,11 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from probemon import DynamicProbeManager
 from probemon.bundled import bundled_path
 from probemon.core.files import write_text_atomically
-from probemon.errors import ProbemonError
+from probemon.errors import AlignmentError, Blind, ProbemonError
 from probemon.serving.vllm.client import VllmClient
 from vllm_compare import against_transformers, attribution, kept_states, spoken
 from vllm_data import LENGTHS, ROOT, SHORTER, cut_host, deployment, prompts, random_pack
@@ -68,6 +69,11 @@ def engine(model: Path, client: VllmClient | None, **arguments: Any) -> LLM:
     }
     if client is not None:
         settings = {**client.engine_arguments(**settings), "worker_cls": KEEPING}
+    return made(settings)
+
+
+def made(settings: dict[str, Any]) -> LLM:
+    """Return an engine by its settings."""
     # vLLM looks through all modules for kernels, and stumbles over this one's library where it is loaded before.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
@@ -84,8 +90,6 @@ def ask(llm: LLM, asked: list[list[int]], params: Any = GREEDY) -> list[Any]:
 
 def ended(llm: LLM) -> None:
     """End an engine, and what it has of the process."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
 
@@ -281,22 +285,24 @@ def stop(folder: Path) -> Any:
 
 
 def canary(folder: Path) -> Any:
-    """Engines that are broken in ways that only a comparison can tell do not start."""
-    host = cut_host(folder / "cut2", bundled_path(), 2)
-    pack = random_pack(folder / "random2", 576, 32, "resid_post.1")
-    outcomes = {}
-    for worker in ("WithoutStates", "OtherLayer", "OtherWeights"):
-        with VllmClient(packs=[str(pack)]) as client:
-            arguments = client.engine_arguments(model=str(host), dtype="float32", max_model_len=256, enforce_eager=True)
+    """Engines that are broken in ways that only a comparison can tell do not start, and one that is not does."""
+    watched, outcomes = cut_to_two(folder), {}
+    for worker in ("KeepingWorker", "WithoutStates", "OtherLayer", "OtherWeights"):
+        with VllmClient(packs=[str(watched.pack)]) as client:
+            arguments = client.engine_arguments(model=str(watched.host), dtype="float32", max_model_len=256)
+            more = {"worker_cls": f"vllm_workers.{worker}", "distributed_executor_backend": "uni"}
             try:
-                llm = LLM(**{**arguments, "worker_cls": f"vllm_workers.{worker}"})
-            except Exception as error:
-                outcomes[worker] = f"refused: {type(error).__name__}"
+                llm = made({**arguments, **more, "enforce_eager": True})
+            except (AlignmentError, Blind) as error:
+                outcomes[worker] = f"refused: {type(error).__name__}: {error}"
+                cleanup_dist_env_and_memory()
             else:
                 outcomes[worker] = "started"
                 ended(llm)
             outcomes[worker] += "" if client.hello is None else ", and said that it begins"
-    return {"outcomes": outcomes, "all_refused": all(told.startswith("refused: ") for told in outcomes.values())}
+    whole = outcomes.pop("KeepingWorker")
+    refused = all(told.startswith("refused: ") and "said" not in told for told in outcomes.values())
+    return {"whole": whole, "outcomes": outcomes, "all_refused": refused and whole.startswith("started")}
 
 
 def overhead(folder: Path) -> Any:

@@ -65,7 +65,7 @@ def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             max_num_batched_tokens=32,
             max_num_seqs=4,
             max_model_len=128,
-            block_size=16 if arguments.blocks else None,
+            block_size=32 if arguments.blocks else None,
             enable_prefix_caching=arguments.prefixes,
             **more,
         )
@@ -73,7 +73,7 @@ def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         prompts = [{"prompt_token_ids": tokenizer(text)["input_ids"]} for text in PROMPTS]
         made = []
         for n, length in ((1, 40), (2, 6)) if arguments.prefixes else ((1, 40),):
-            params = SamplingParams(temperature=0.7 if n > 1 else 0, max_tokens=length, ignore_eos=True, n=n, seed=1)
+            params = SamplingParams(temperature=0.7 if n > 1 else 0, max_tokens=length, ignore_eos=True, n=n)
             for output in llm.generate(prompts, params, use_tqdm=False):
                 made += [
                     {

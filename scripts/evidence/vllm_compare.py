@@ -54,9 +54,18 @@ def kept_states(path: Path, site: str) -> dict[str, dict[int, tuple[int, np.ndar
 
 def reference(model: Any, ids: list[int], layer: int) -> torch.Tensor:
     """Return the states of transformers after a layer `[T, D]` fp32, of one plain forward."""
-    with torch.no_grad():
-        hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return hidden[layer + 1][0].float()
+    taken: list[torch.Tensor] = []
+
+    def take(module: Any, arguments: Any, output: Any) -> None:
+        taken.append(output[0] if isinstance(output, tuple) else output)
+
+    handle = model.model.layers[layer].register_forward_hook(take)  # `hidden_states` has the last one after its norm
+    try:
+        with torch.no_grad():
+            model(torch.tensor([ids]))
+    finally:
+        handle.remove()
+    return taken[0].reshape(len(ids), -1).float()
 
 
 def against_transformers(

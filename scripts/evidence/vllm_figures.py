@@ -64,8 +64,10 @@ def runs(found: dict[str, Any]) -> list[str]:
 
 
 def soak(found: dict[str, Any]) -> str:
-    """What the soak did, in a sentence."""
-    part = found["parts"]["soak"]
+    """What the soak did, in a sentence; "" where none was run."""
+    part = found["parts"].get("soak")
+    if part is None:
+        return ""
     counts, grown = part["counts"], part["grown_mb"]
     return (
         f"{counts['requests']:,} requests, {counts['aborted']} of them aborted, {part['preemptions']:.0f} preemptions:"

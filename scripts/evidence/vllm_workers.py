@@ -61,6 +61,7 @@ class WithoutStates(ProbeWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load, and take the request for states back."""
         loaded = super().load_model(*args, **kwargs)
+        self.model_runner.get_model().set_aux_hidden_state_layers(())
         self.model_runner.use_aux_hidden_state_outputs = False
         return loaded
 

@@ -71,8 +71,8 @@ class RemoteScores:
                 message = unpack(answer.read())
         except urllib.error.HTTPError as error:
             raise AlignmentError(
-                f"the server has no scores of request {request!r} ({error.code}: {error.read()[:200]!r}): it keeps those"
-                " of its newest (--keep-requests)"
+                f"the server has no scores of request {request!r} ({error.code}: {error.read()[:200]!r}): it keeps"
+                " those of its newest (--keep-requests)"
             ) from error
         except OSError as error:
             raise ConfigError(f"no server answers at {self._address}: {error}") from error

@@ -58,7 +58,7 @@ def runs(found: dict[str, Any]) -> list[str]:
                 f"| {words}{', again' * i} | {turn['tokens']:,} | {turn['cached']:,} | {turn['missing']} |"
                 f" {turn['wrong']} | {turn['state_rel_l2_max']:.1e}, {turn['state_rel_l2_mean']:.1e} |"
                 f" {turn['score_max_difference_same_states']:.1e} | {turn['fired_flips_other_engine']} of"
-                f" {turn['fired_pairs']:,} |"
+                f" {turn['fired_in_either']:,} |"
             )
     return lines
 

@@ -78,11 +78,11 @@ class OtherLayer(ProbeWorker):
 
 
 class OtherWeights(ProbeWorker):
-    """Its first layer has other weights than the files."""
+    """The norm of its first layer has other weights than the files (those of products are packed by then)."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load, and change a weight."""
+        """Load, and change weights."""
         loaded = super().load_model(*args, **kwargs)
         with torch.no_grad():
-            next(self.model_runner.get_model().model.layers[0].parameters()).mul_(1.5)
+            self.model_runner.get_model().model.layers[0].input_layernorm.weight.mul_(1.5)
         return loaded

@@ -38,6 +38,7 @@ from probemon.cli.serve import serve
 from probemon.cli.states import states
 from probemon.cli.terminal import border, say
 from probemon.cli.train import train
+from probemon.cli.vllm import vllm
 from probemon.cli.watch import watch
 from probemon.errors import ProbemonError
 
@@ -73,6 +74,7 @@ app.add_typer(importing, name="import")
 app.add_typer(bem, name="bem")
 app.add_typer(deploy, name="deploy")
 app.add_typer(packs, name="pack")
+app.add_typer(vllm, name="vllm")
 
 
 def _say_version(wanted: bool) -> None:

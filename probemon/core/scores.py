@@ -83,6 +83,11 @@ class Coverage:
         texts = tuple(reasons[i] if at < 0 else self.unseen[at] for i, at in enumerate(which.tolist()))
         return Coverage(n_probes=self.n_probes, unseen=texts, **arrays)
 
+    def between(self, begin: int, end: int) -> Coverage:
+        """Return the states from `begin` to before `end`, whose arrays are views of these."""
+        arrays = {name: getattr(self, name)[begin:end] for name in _EACH}
+        return Coverage(n_probes=self.n_probes, unseen=self.unseen[begin:end], **arrays)
+
     @staticmethod
     def nothing(n: int, n_probes: int, reason: str) -> Coverage:
         """Return `n` states that were not seen, for one reason."""
@@ -180,6 +185,18 @@ class Scores:
             values=self.values[at],
             fired_mask=self.fired_mask[at],
             coverage=self.coverage.take(which, unseen),
+            report_top_k=self.report_top_k,
+        )
+
+    def between(self, begin: int, end: int) -> Scores:
+        """Return the states from `begin` to before `end`; but for `ptr`, its arrays are views of these."""
+        first, last = int(self.ptr[begin]), int(self.ptr[end])
+        return Scores(
+            ptr=self.ptr[begin : end + 1] - first,
+            probes=self.probes[first:last],
+            values=self.values[first:last],
+            fired_mask=self.fired_mask[first:last],
+            coverage=self.coverage.between(begin, end),
             report_top_k=self.report_top_k,
         )
 

@@ -20,7 +20,7 @@ from probemon.monitor.failures import Failures
 from probemon.monitor.publisher import Publisher
 from probemon.monitor.rungs import LEFT_OUT
 from probemon.tracking.hook_faults import HookFaults
-from probemon.tracking.watcher import Watcher
+from probemon.tracking.token_source import TokenSource
 
 OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
 BLIND_SHARE = 0.01  # of the tokens: where more are not scored, a check fails
@@ -75,7 +75,7 @@ class Health:
 
 
 def run_health(
-    watcher: Watcher,
+    watcher: TokenSource,
     publisher: Publisher,
     failures: Failures,
     *,
@@ -104,7 +104,7 @@ def state_of(n_bad: int, n_all: int) -> str:
     return OK if not n_bad else FAILED if n_bad > BLIND_SHARE * n_all else WARNING
 
 
-def _attached(watcher: Watcher, ended: bool) -> Check:
+def _attached(watcher: TokenSource, ended: bool) -> Check:
     name = "attached"
     if watcher.open:
         return Check(name, OK, f"{type(watcher.model).__name__} is watched")
@@ -133,7 +133,7 @@ def _gaps(n_gaps: int, n_tokens: int) -> Check:
     )
 
 
-def _tokens(watcher: Watcher, tokens: Counter[str], not_numbers: Collection[str], ended: bool) -> Check:
+def _tokens(watcher: TokenSource, tokens: Counter[str], not_numbers: Collection[str], ended: bool) -> Check:
     name, n_tokens, n_forwards = "tokens", tokens.total(), len(watcher.forward_seconds)
     if n_tokens:
         told_elsewhere = {"", *not_numbers, *LEFT_OUT.values()}

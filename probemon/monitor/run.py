@@ -53,6 +53,7 @@ from probemon.tracking.hand_loop import HandLoop
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording
 from probemon.tracking.stopped_rows import StoppedRows
+from probemon.tracking.token_source import TokenSource
 from probemon.tracking.watcher import Watcher
 
 
@@ -73,6 +74,7 @@ class MonitorRun:
     A `Ladder` or a `Circuit` in their place is shared by the runs that are given it.
     `drift`: compares the requests of this run, and of others, with those of a reference (`run.health()` has a check).
     `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
+    `source`: makes where the tokens come from, a `Watcher` by default; one of another kind checks its host itself.
 
     Raises `HostMismatch` (hidden size, layer count, strict weights), `NotSupportedHost`, `ConfigError`.
     """
@@ -93,6 +95,7 @@ class MonitorRun:
         budget: Budget | Ladder | None = None,
         breaker: Breaker | Circuit | None = None,
         drift: DriftMonitor | None = None,
+        source: Callable[..., TokenSource] = Watcher,
     ) -> None:
         if on_gap != "raise" and not callable(on_gap):
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
@@ -102,10 +105,12 @@ class MonitorRun:
             keep_tokens = check_count(
                 "keep_tokens", keep_tokens, least=1, remedy="it counts tokens, so give 1 or more, or None for all"
             )
-        model = unwrap(model)
-        check_host(manager.pack, model, strict=check_bool("strict", strict))
+        if source is Watcher:
+            model = unwrap(model)
+            check_host(manager.pack, model, strict=check_bool("strict", strict))
         if deployment is not None:
-            deployment.check_host(manager.pack, model)
+            if source is Watcher:
+                deployment.check_host(manager.pack, model)
             budget, breaker = budget or deployment.budget, breaker or deployment.breaker
         self.deployment = deployment
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
@@ -143,7 +148,7 @@ class MonitorRun:
         if companion is not None:
             self.routing = companion(model, self._failures.call)
             sites, score, on_end = [*sites, *self.routing.sites], self.routing.beside(score), self.routing.ended
-        self._watcher = Watcher(
+        self._watcher = source(
             model,
             sites,
             manager.pack.n_probes,
@@ -376,6 +381,16 @@ class MonitorRun:
     def drift(self) -> DriftMonitor | None:
         """Return what compares the requests of this run with a reference, where it was given."""
         return None if self._requests is None else self._requests.drift
+
+    @property
+    def source(self) -> TokenSource:
+        """Return where its tokens come from."""
+        return self._watcher
+
+    @property
+    def scorer(self) -> TokenScorer:
+        """Return what scores its tokens, for a source that has those of several generations at once."""
+        return self._scorer
 
     @property
     def recordings(self) -> list[Recording]:

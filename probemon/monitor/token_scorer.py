@@ -8,11 +8,13 @@ if report is not None:
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.scores import PROMPT, Scores
@@ -70,73 +72,125 @@ class TokenScorer:
 
         Returns what waits for the scores, retains and publishes them, or throws them away; None where nothing waits.
         """
-        if not placed.rows.size:
-            return None
+        return self.score_together([(generation, recording, placed, states)])
+
+    def score_together(
+        self, parts: Sequence[tuple[Generation | None, Recording, PlacedTokens, States | str]]
+    ) -> Report | None:
+        """Do the same for tokens of several recordings, in one step of the engine; of one recording there is one part.
+
+        All are of one phase. Each is scored as it would be alone.
+        """
         watch = self._watches.now  # once: what scores these tokens also judges them
-        origin = placed.rows
-        if generation is not None and generation.origin is not None and placed.phase != PROMPT:
-            origin = generation.origin[placed.rows]
-        batch, circuit = _Batch(watch, generation, recording, placed, origin), self._circuit
-        unseen = states if isinstance(states, str) else leaves_out(watch.rung, placed) if watch.rung else ""
-        if not unseen and circuit is not None and circuit.pauses():
-            unseen = PAUSED
-        if unseen or isinstance(states, str):
-            self._publish_unseen(batch, unseen)
+        batches: list[_Batch] = []
+        given: list[States] = []
+        circuit = self._circuit
+        for generation, recording, placed, states in parts:
+            if not placed.rows.size:
+                continue
+            origin = placed.rows
+            if generation is not None and generation.origin is not None and placed.phase != PROMPT:
+                origin = generation.origin[placed.rows]
+            batch = _Batch(watch, generation, recording, placed, origin)
+            unseen = states if isinstance(states, str) else leaves_out(watch.rung, placed) if watch.rung else ""
+            if not unseen and circuit is not None and circuit.pauses():
+                unseen = PAUSED
+            if unseen or isinstance(states, str):
+                self._publish_unseen(batch, unseen)
+            else:
+                batches.append(batch)
+                given.append(states)
+        if not batches:
             return None
+        states = given[0] if len(given) == 1 else {site: torch.cat([one[site] for one in given]) for site in given[0]}
         if circuit is None:
-            ended = self._begin(batch, states)
-            return lambda report: self._publish_scored(batch, ended(report))
+            ended = self._begin(batches, states)
+            return lambda report: self._publish_scored(batches, ended(report))
         try:
-            ended = self._begin(batch, states)
+            ended = self._begin(batches, states)
         except Exception as error:
-            self._failed(batch, circuit, error)
+            self._failed(batches, circuit, error)
             return None
 
         def end(report: bool) -> None:
             try:
                 scored = ended(report)
             except Exception as error:
-                self._failed(batch if report else None, circuit, error)
+                self._failed(batches if report else [], circuit, error)
                 return
             circuit.untold() if scored is None else circuit.succeeded()
-            self._publish_scored(batch, scored)
+            self._publish_scored(batches, scored)
 
         return end
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _begin(self, batch: _Batch, states: States) -> Callable[[bool], _Scored | None]:
+    def _begin(self, batches: Sequence[_Batch], states: States) -> Callable[[bool], list[_Scored] | None]:
         """Begin to score; returns what ends it, with False to throw the scores away."""
-        watch, _, recording, placed, origin = batch
-        audit, rate = None, self._manager.audit_rate
+        watch, rate = batches[0].watch, self._manager.audit_rate
+        audit = None
         if rate and watch.rung < AUDIT:
-            audit = sample(rate, self._audit_seed, recording.number, placed.rows, placed.columns)
-        if placed.phase == PROMPT:
-            return lambda report: self._score_prompt(batch, states, audit) if report else None
+            drawn = [
+                sample(rate, self._audit_seed, one.recording.number, one.placed.rows, one.placed.columns)
+                for one in batches
+            ]
+            if any(mask is not None for mask in drawn):
+                masks = zip(drawn, batches, strict=True)
+                audit = np.concatenate(
+                    [np.zeros(len(one.placed), dtype=bool) if mask is None else mask for mask, one in masks]
+                )
+        if batches[0].placed.phase == PROMPT:
+            return lambda report: self._score_prompts(batches, states, audit) if report else None
         # Before its first token a sequence retains nothing, and has no sets yet.
-        before = recording.retained_of(origin) if recording.retained is None else recording.retained[origin]
+        sets = [
+            one.recording.retained_of(one.origin)
+            if one.recording.retained is None
+            else one.recording.retained[one.origin]
+            for one in batches
+        ]
+        before = sets[0] if len(sets) == 1 else np.concatenate(sets)
         if watch.number:  # what is left out since then may have been retained, and more may be always on
             before = watch.plan.taken_over(before)
         step = self._manager.begin(watch.plan, states, before, audit)
 
-        def end_step(report: bool) -> _Scored | None:
+        def end_step(report: bool) -> list[_Scored] | None:
             scores, retained = step.wait()
-            return _Scored(scores, placed.rows, retained) if report else None
+            if not report:
+                return None
+            if len(batches) == 1:
+                return [_Scored(scores, batches[0].placed.rows, retained)]
+            bounds = _bounds(batches)
+            return [
+                _Scored(scores.between(begin, end), one.placed.rows, retained[begin:end])
+                for one, begin, end in zip(batches, bounds[:-1], bounds[1:], strict=True)
+            ]
 
         return end_step
 
-    def _score_prompt(self, batch: _Batch, states: States, audit: Mask | None) -> _Scored:
-        # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
-        placed = batch.placed
-        prompt_rows, last = np.unique(placed.rows[::-1], return_index=True)
-        last_tokens = (len(placed) - 1 - last).tolist()
-        retained, parts = self._manager.score_prompt(batch.watch.plan, states, last_tokens, audit=audit)
-        return _Scored(Scores.join(parts, self._n_probes, self._top_k), prompt_rows, retained)
+    def _score_prompts(self, batches: Sequence[_Batch], states: States, audit: Mask | None) -> list[_Scored]:
+        bounds = _bounds(batches)
+        rows, last = [], []
+        for one, begin in zip(batches, bounds[:-1], strict=True):
+            # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
+            own_rows, from_end = np.unique(one.placed.rows[::-1], return_index=True)
+            rows.append(own_rows)
+            last.append(begin + len(one.placed) - 1 - from_end)
+        retained, parts = self._manager.score_prompt(
+            batches[0].watch.plan, states, np.concatenate(last).tolist(), audit=audit
+        )
+        scores = Scores.join(parts, self._n_probes, self._top_k)
+        if len(batches) == 1:
+            return [_Scored(scores, rows[0], retained)]
+        sets = np.split(retained, np.cumsum([len(own_rows) for own_rows in rows])[:-1])
+        return [
+            _Scored(scores.between(begin, end), own_rows, own_sets)
+            for begin, end, own_rows, own_sets in zip(bounds[:-1], bounds[1:], rows, sets, strict=True)
+        ]
 
-    def _publish_scored(self, batch: _Batch, scored: _Scored | None) -> None:
-        if scored is not None:
-            batch.recording.retain(scored.rows, scored.retained)
-            self._publish(batch.watch, batch.generation, batch.recording, batch.placed, scored.scores)
+    def _publish_scored(self, batches: Sequence[_Batch], scored: Sequence[_Scored] | None) -> None:
+        for batch, one in zip(batches, scored or (), strict=scored is not None):
+            batch.recording.retain(one.rows, one.retained)
+            self._publish(batch.watch, batch.generation, batch.recording, batch.placed, one.scores)
 
     def _publish_unseen(self, batch: _Batch, reason: str) -> None:
         watch, generation, recording, placed, origin = batch
@@ -144,9 +198,14 @@ class TokenScorer:
         scores = Scores.nothing(len(placed), self._n_probes, reason, self._top_k)
         self._publish(watch, generation, recording, placed, scores)
 
-    def _failed(self, batch: _Batch | None, circuit: Circuit, error: Exception) -> None:
+    def _failed(self, batches: Sequence[_Batch], circuit: Circuit, error: Exception) -> None:
         """Note what scoring raised; tokens, where there are any, are unseen for it."""
         self._failures.add("scoring", error)
         circuit.failed()
-        if batch is not None:
+        for batch in batches:
             self._publish_unseen(batch, unscored(error))
+
+
+def _bounds(batches: Sequence[_Batch]) -> list[int]:
+    """Return where the tokens of each begin among those of all, and where the last end."""
+    return [0, *itertools.accumulate(len(one.placed) for one in batches)]

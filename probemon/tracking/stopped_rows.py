@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from probemon.errors import NotSupportedDecoding
-from probemon.tracking.watcher import Watcher
+from probemon.tracking.token_source import TokenSource
 
 
 class StoppedRows(StoppingCriteria):
     """Of a run that does not watch the generation it raises `NotSupportedDecoding`."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: TokenSource) -> None:
         self._watcher = watcher
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:

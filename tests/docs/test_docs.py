@@ -9,6 +9,7 @@ import pytest
 
 import benchmark
 import figures
+import vllm_figures
 from mutate_alignment import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,12 @@ def test_what_is_claimed_of_operations_is_what_was_found():
     assert value["drift_false_alarms_per_1000_days"] <= 1 and value["drift_detect_requests"] <= 1000
     assert all(claim["value"] == claim["of"] for claim in found["claims"].values() if "of" in claim)
     assert value["fuzzed_deployments"] == 10_000
+
+
+def test_what_is_claimed_of_vllm_is_what_was_found():
+    found, page = result("vllm.json"), page_of("docs/vllm.md")
+    assert flat(vllm_figures.claims(found)) in page and flat(vllm_figures.runs(found)) in page
+    assert flat([vllm_figures.soak(found)]) in page
 
 
 def test_what_the_server_costs_is_what_was_measured():

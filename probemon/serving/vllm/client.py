@@ -1,0 +1,371 @@
+"""VllmClient: the scores of a vLLM engine, in the process that asks it for answers.
+
+    from vllm import LLM, SamplingParams
+
+    with VllmClient("watch.yaml") as client:                       # a deployment file
+        llm = LLM(model, **client.engine_arguments())
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=50))
+        result = client.result(outputs)                            # a Result: row i is the i-th answer
+        client.events, client.health()
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **client.engine_arguments()))
+    async for piece in client.hold(engine.generate(prompt, params, "my-request")):
+        print(piece.text, end="")                                  # once the score of its token is known
+
+The worker scores and asks the rules, inside the step; a client receives. vLLM itself is needed by the engine alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from probemon.core.checks import check_choice, check_count
+from probemon.core.hierarchy import Ints
+from probemon.core.scores import PROMPT, HostState, Scores
+from probemon.errors import AlignmentError, ConfigError
+from probemon.manager import DynamicProbeManager
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.escalation import Escalate
+from probemon.monitor.failures import MAX_KEPT, Failures
+from probemon.monitor.health import Health
+from probemon.monitor.result import Result
+from probemon.monitor.rules import Event, Rule
+from probemon.serving.vllm.client_health import client_health
+from probemon.serving.vllm.event_fields import event_of
+from probemon.serving.vllm.messages import (
+    CHANNEL_VARIABLE,
+    CONFIG_KEY,
+    WORKER,
+    Hello,
+    Message,
+    RuleMet,
+    StepTokens,
+    WorkerSettings,
+)
+from probemon.serving.vllm.receiver import Receiver
+from probemon.serving.vllm.request_log import RequestLog
+from probemon.serving.vllm.request_names import name_of, names_of_output
+from probemon.serving.vllm.watched import check_rules, watched_sha256
+from probemon.tracking.recording import Tokens
+
+Listener = Callable[[Message], object]
+STOP_ROWS = "probemon.serving.vllm.stop:StopRows"
+IN_STEP, ABORT, TOLD = STOPS = ("in_step", "abort", "told")
+NOT_RUN = "its request ended before the engine ran it"
+
+
+class VllmClient:
+    """Give `deployment`, a file, or `packs`, folders or names of them, with `cascade`, settings of a manager by name.
+
+    `tokenizer`: for texts in results, and for `hold`; it may be set later (`client.tokenizer = llm.get_tokenizer()`).
+    `stops`: what a rule's stop does: "in_step" ends the row with the token that met the rule, by vLLM's logits
+    processors; "abort" has the client abort the request (`abort_with`), for engines that speculate; "told" nothing.
+    `keep_requests`: how many requests keep their scores, the newest (None: all).
+    `high_water_mark`: how many messages may wait; what comes then is dropped, and its tokens are unseen for that.
+
+    Raises `DeploymentError`, `PackError`, `ConfigError`, `MissingExtra`.
+    """
+
+    def __init__(
+        self,
+        deployment: str | Path | Deployment | None = None,
+        *,
+        packs: Sequence[str] = (),
+        cascade: dict[str, Any] | None = None,
+        tokenizer: Any = None,
+        stops: str = IN_STEP,
+        canary: str = "weights",
+        keep_requests: int | None = None,
+        high_water_mark: int = 10_000,
+    ) -> None:
+        self.stops = check_choice("stops", stops, STOPS)
+        if keep_requests is not None:
+            keep_requests = check_count("keep_requests", keep_requests, least=1, remedy="give None for all")
+        if isinstance(deployment, (str, Path)):
+            deployment = Deployment.read(deployment)
+        self.deployment = deployment
+        self.manager, self.rules = _opened(deployment, packs, cascade or {})
+        stops_rows = any(one == "stop" or isinstance(one, Escalate) for rule in self.rules for one in rule.actions)
+        settings = WorkerSettings(
+            deployment="" if deployment is None else str(deployment.path),
+            packs=tuple(os.path.abspath(pack) if os.path.isdir(pack) else pack for pack in packs),
+            cascade=cascade or {},
+            stop=stops_rows and stops == IN_STEP,
+            canary=canary,
+            high_water_mark=high_water_mark,
+        )
+        pack = self.manager.pack
+        sha256 = watched_sha256(pack, deployment, cascade or {})
+        self.settings = replace(settings, sites=tuple(pack.sites), sha256=sha256)
+        self.tokenizer = tokenizer
+        self.hello: Hello | None = None  # what the newest worker said of itself
+        self.n_hellos = self.n_steps = 0
+        self.step_seconds = self.in_worker_seconds = 0.0
+        self.actions: deque[tuple[Event, str]] = deque(maxlen=MAX_KEPT)
+        self.tokens = Counter[str]()  # every token that came, by why it has no scores: "" for those that have
+        self.failures = Failures()
+        self._keep_requests = keep_requests
+        self._logs: OrderedDict[str, RequestLog] = OrderedDict()  # by vLLM's own ids, oldest first
+        self._by_name: dict[str, list[str]] = {}
+        self._listeners: list[Listener] = []
+        self._changed = threading.Condition()
+        self._lost_before: dict[str, int] = {}  # messages that were lost when a request began
+        self.receiver = Receiver(self._take, high_water_mark)
+
+    def __enter__(self) -> VllmClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Receive nothing more. What was received stays."""
+        self.receiver.close()
+
+    # -- the engine ------------------------------------------------------------------------------
+
+    def engine_arguments(self, **arguments: Any) -> dict[str, Any]:
+        """Return the arguments of `LLM` and `AsyncEngineArgs` by which an engine is watched, beside your own.
+
+        Its processes find this client by an environment variable, which is set here: call it, then make the engine.
+        """
+        os.environ[CHANNEL_VARIABLE] = self.receiver.address
+        more = arguments.pop("additional_config", {})
+        watched: dict[str, Any] = {
+            "worker_cls": WORKER,
+            "additional_config": {**more, CONFIG_KEY: self.settings.as_config()},
+        }
+        for name in watched.keys() & arguments.keys():
+            raise ConfigError(f"{name} is {arguments[name]!r}: probemon's worker is one itself, so leave it out")
+        if self.settings.stop:
+            watched["logits_processors"] = [*arguments.pop("logits_processors", ()), STOP_ROWS]
+        # A step that begins before the one before it was read was never seen attributed right.
+        return {"async_scheduling": False, **arguments, **watched}
+
+    def abort_with(self, abort: Callable[[str], object]) -> None:
+        """Call `abort(request)` for each request at which a rule stops, with `stops="abort"`.
+
+            loop = asyncio.get_running_loop()
+            client.abort_with(lambda request: asyncio.run_coroutine_threadsafe(engine.abort(request), loop))
+
+        It is called in the thread that receives. The request is named as it was given to the engine. Tokens that were
+        scheduled by then still come; `hold` shows none of them.
+        """
+        if self.stops != ABORT:
+            raise ConfigError(f"this client has stops={self.stops!r}: give stops='abort'")
+
+        def aborting(message: Message) -> None:
+            if isinstance(message, RuleMet) and ends_row(message):
+                abort(name_of(message.event["request"]))
+
+        self.listen(aborting)
+
+    @property
+    def events(self) -> list[Event]:
+        """Return the newest 1,000 events of rules, whatever their action."""
+        return [event for event, _ in list(self.actions)]
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(message)` for everything that comes from now on, in the thread that receives."""
+        self._listeners.append(listener)
+
+    # -- what came -------------------------------------------------------------------------------
+
+    def result(self, out: Any, *, timeout_seconds: float = 10.0) -> Result:
+        """Return the scores of one of the engine's outputs, or of several: a row for each answer of each.
+
+        `out`: a `RequestOutput` of vLLM that is finished, or what has its `request_id`, `prompt_token_ids` and
+        `outputs`, each with `index` and `token_ids`. Waits at most `timeout_seconds` for scores under way. Raises
+        `AlignmentError` where the tokens are not those that the engine ran.
+        """
+        outputs = list(out) if isinstance(out, (list, tuple)) else [out]
+        if not outputs:
+            raise ConfigError("out is empty: give what the engine returned")
+        parts, names, watches = list[Tokens](), list[str](), list[tuple[int, int, int]]()
+        deployments: dict[int, str | None] = {}
+        for output in outputs:
+            for answer in output.outputs:
+                ids = np.array([*output.prompt_token_ids, *answer.token_ids], dtype=np.int64)
+                n_prompt = len(output.prompt_token_ids)
+                self._wait_for(output.request_id, answer.index, len(output.outputs), ids, n_prompt, timeout_seconds)
+                log, tokens = self._tokens(output.request_id, answer.index, len(output.outputs), ids, n_prompt)
+                parts.append(tokens)
+                if log is not None:
+                    watches += [(len(names), *one) for one in log.watched_from()]
+                    deployments |= log.deployments
+                names.append(output.request_id)
+        result = Result(
+            self.manager.pack,
+            self.tokenizer,
+            Tokens.join(parts, self.manager.pack.n_probes),
+            None if self.hello is None else host_of(self.hello),
+            requests=tuple(names),
+            watches=tuple(watches),
+        )
+        result.deployments = deployments
+        return result
+
+    def log_of(self, request: str) -> RequestLog | None:
+        """Return what came of a request, by its name or by vLLM's own id of it; None where nothing has, or is kept."""
+        with self._changed:
+            known = self._by_name.get(request, [])
+            return self._logs.get(request) or (self._logs[known[-1]] if known else None)
+
+    def wait(self, ready: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Wait until `ready()`, which is asked after every message; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(ready, timeout_seconds)
+
+    def requests(self) -> list[RequestLog]:
+        """Return the requests whose scores are kept, oldest first."""
+        with self._changed:
+            return list(self._logs.values())
+
+    def health(self) -> Health:
+        """Say whether the worker sees what the engine runs, and whether what it says comes. It runs nothing."""
+        return client_health(self)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        with self._changed:
+            if isinstance(message, Hello):
+                self.hello, self.n_hellos = message, self.n_hellos + 1
+                if message.sha256 != self.settings.sha256:
+                    raise ConfigError(
+                        f"a worker watches {message.sha256[:16]}, this client {self.settings.sha256[:16]}: another"
+                        " engine found this client's address. Make each engine after engine_arguments() of its client"
+                    )
+            elif isinstance(message, StepTokens):
+                self._add(message)
+            elif isinstance(message, RuleMet):
+                self._met(message)
+            elif message.request in self._logs:
+                self._logs[message.request].ended = message
+            self._changed.notify_all()
+        for listener in self._listeners:
+            self.failures.call("a listener", listener, message)
+
+    def _add(self, message: StepTokens) -> None:
+        self.n_steps += 1
+        self.in_worker_seconds += message.seconds
+        self.tokens.update(message.scores.coverage.unseen)
+        for at, head in enumerate(message.requests):
+            log = self._logs.get(head.request)
+            if log is None:
+                log = self._logs[head.request] = RequestLog(head, self.manager.pack.n_probes)
+                self._by_name.setdefault(name_of(head.request), []).append(head.request)
+                self._lost_before[head.request] = self.receiver.n_lost
+                self._forget()
+            log.add(message, np.flatnonzero(message.of_request == at))
+
+    def _met(self, message: RuleMet) -> None:
+        event = event_of(message.event)
+        log = self._logs.get(event.request)
+        if log is not None and ends_row(message) and log.stop_column is None:
+            log.stop_column = event.column
+        for i, (one, action) in enumerate(self.actions):
+            if event.verdict is not None and _same(one, event):  # asked before, and now ruled
+                self.actions[i] = event, action
+                return
+        self.actions.append((event, message.action))
+
+    def _forget(self) -> None:
+        while self._keep_requests is not None and len(self._logs) > self._keep_requests:
+            request, _ = self._logs.popitem(last=False)
+            del self._lost_before[request]
+            named = self._by_name[name_of(request)]
+            named.remove(request)
+            if not named:
+                del self._by_name[name_of(request)]
+
+    def _known(self, request: str, index: int, n_outputs: int) -> list[RequestLog]:
+        """Return what is kept of an answer, the newest first: a name may have been used before."""
+        names = names_of_output(request, index, n_outputs)
+        return [self._logs[own] for name in names for own in reversed(self._by_name.get(name, ()))]
+
+    def _wait_for(
+        self, request: str, index: int, n_outputs: int, ids: Ints, n_prompt: int, timeout_seconds: float
+    ) -> None:
+        """Wait until the scores of all that was run of an answer are there, or will not come."""
+        n_run = len(ids) - (len(ids) > n_prompt)
+
+        def complete() -> bool:
+            known = self._known(request, index, n_outputs)
+            return bool(known) and (known[0].n_columns >= n_run or known[0].ended is not None)
+
+        self.wait(complete, timeout_seconds)
+
+    def _tokens(
+        self, request: str, index: int, n_outputs: int, ids: Ints, n_prompt: int
+    ) -> tuple[RequestLog | None, Tokens]:
+        """Return the tokens of an answer, and what they were made of; None where the engine ran nothing of it."""
+        wrong: AlignmentError | None = None
+        with self._changed:
+            for log in self._known(request, index, n_outputs):
+                try:
+                    return log, log.tokens(ids, n_prompt, lost=self._lost_since(log))
+                except AlignmentError as error:  # of an earlier request of this name, perhaps
+                    wrong = wrong or error
+        if wrong is not None:
+            raise wrong
+        if len(ids) > n_prompt:
+            raise AlignmentError(
+                f"request {request!r} is not one that the worker scored: none of its tokens came, or they are forgotten"
+                f" (keep_requests={self._keep_requests})"
+            )
+        return None, _not_run(ids, self.manager.pack.n_probes)
+
+    def _lost_since(self, log: RequestLog) -> bool:
+        return self.receiver.n_lost > self._lost_before.get(log.request, 0)
+
+
+def _opened(
+    deployment: Deployment | None, packs: Sequence[str], cascade: Mapping[str, Any]
+) -> tuple[DynamicProbeManager, list[Rule]]:
+    """Return a manager of what is watched, and the rules. It shows no metrics and writes no sinks: the worker does."""
+    if deployment is None:
+        chosen: Any = packs[0] if len(packs) == 1 else list(packs)
+        return DynamicProbeManager(chosen, **cascade), []
+    pack = deployment.open_packs()
+    rules = deployment.rules(pack)
+    check_rules(rules, pack)
+    with deployment.errors_of_settings():
+        manager = DynamicProbeManager(pack, **deployment.settings)
+    manager.deployment = deployment
+    return manager, rules
+
+
+def ends_row(message: RuleMet) -> bool:
+    """Whether a row is to end for what was met, by its rule or by the judge that was asked."""
+    verdict = message.event.get("verdict") or {}
+    return message.action == "stop" or verdict.get("ruling") == "stop"
+
+
+def host_of(hello: Hello) -> HostState:
+    """Return what the worker said of its host."""
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in hello.host.items()}
+    scales = tuple((str(name), float(scale)) for name, scale in fields.get("adapter_scales", ()))
+    return HostState(**{**fields, "adapter_scales": scales})  # type: ignore[arg-type]
+
+
+def _not_run(ids: Ints, n_probes: int) -> Tokens:
+    n = len(ids)
+    none = np.zeros(n, dtype=np.int64)
+    return Tokens(none, np.arange(n), ids, np.full(n, PROMPT), Scores.nothing(n, n_probes, NOT_RUN))
+
+
+def _same(one: Event, other: Event) -> bool:
+    """Whether an event is another one, apart from its verdict."""
+    return replace(one, verdict=None) == replace(other, verdict=None)

@@ -1,0 +1,98 @@
+"""A first forward of the engine, and whether its states are those of the layers that were asked for.
+
+    reference = reference_states(model, ids)                     # of transformers, after every layer [L, T, D]
+    figures = judge(taken, reference, tolerance=1e-3)            # raises Blind
+    figures = judge_alone(taken)                                 # without a reference: there, finite, different
+
+A graph that was compiled for other layers, a layer that was set too late, a hook that is lost: each hands out states of
+the right shape, which only a comparison tells from the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.probes import parse_site
+from probemon.errors import Blind
+from probemon.host.model import find_layers
+
+N_TOKENS = 24
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # of states, relative, their mean
+
+
+def canary_ids(n_vocabulary: int) -> list[int]:
+    """Return tokens for the forward, the same at every start."""
+    ids: list[int] = np.random.default_rng(0).integers(0, n_vocabulary, N_TOKENS).tolist()
+    return ids
+
+
+def reference_states(model: Any, ids: list[int]) -> Tensor:
+    """Return the states of transformers' own model after each of its layers, fp32 `[L, T, D]`."""
+    decoder, layers = find_layers(model)
+    taken: list[Tensor] = []
+
+    def take(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        taken.append(hidden.detach().reshape(len(ids), -1).float().cpu())
+
+    handles = [layer.register_forward_hook(take) for layer in layers]
+    try:
+        with torch.no_grad():
+            decoder(torch.tensor([ids], device=next(model.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(taken)
+
+
+def judge(taken: Mapping[str, Tensor], reference: Tensor, tolerance: float | None) -> dict[str, Any]:
+    """Return figures of the comparison by site; `tolerance` None asks only that no other layer is nearer.
+
+    Raises `Blind` where the states are not those of the site.
+    """
+    figures = judge_alone(taken)
+    for site, states in taken.items():
+        _, layer = parse_site(site)
+        apart = _relative(states.float().cpu(), reference)
+        nearest, own = int(apart.argmin()), float(apart[layer])
+        if nearest != layer:
+            raise Blind(
+                f"the states that vLLM hands out for {site} are those of layer {nearest} ({float(apart[nearest]):.1e}"
+                f" apart from transformers' states of it, {own:.1e} from those of layer {layer}): its graph was"
+                " compiled for other layers. Remove its cache of compiled graphs (VLLM_DISABLE_COMPILE_CACHE=1)"
+            )
+        if tolerance is not None and own > tolerance:
+            raise Blind(
+                f"the states that vLLM hands out for {site} are {own:.1e} apart from those of transformers on the same"
+                f" weights, at most {tolerance:.0e} may be: probes were trained on the latter. Where the engine"
+                " computes otherwise by intent, give canary='layers'"
+            )
+        figures[site] |= {"relative_l2": own, "nearest_layer": nearest}
+    return figures
+
+
+def judge_alone(taken: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return figures of states by site, once they are there, finite, and differ by token and by site.
+
+    Raises `Blind`.
+    """
+    figures: dict[str, Any] = {}
+    for site, states in taken.items():
+        values = states.float().cpu()
+        if values.dim() != 2 or not bool(torch.isfinite(values).all()) or bool((values[0] == values[-1]).all()):
+            raise Blind(f"the states that vLLM hands out for {site} are not numbers, or the same at every token")
+        for other in figures:
+            if torch.equal(values, taken[other].float().cpu()):
+                raise Blind(f"vLLM hands out the same states for {other} and {site}: its graph is of other layers")
+        figures[site] = {"norm": float(values.norm(dim=1).mean())}
+    return figures
+
+
+def _relative(states: Tensor, reference: Tensor) -> Tensor:
+    """Return how far states `[T, D]` are from those of each layer, relative to these: means over tokens, `[L]`."""
+    return ((reference - states).norm(dim=2) / reference.norm(dim=2).clamp_min(1e-30)).mean(dim=1)

@@ -1,0 +1,83 @@
+"""RemoteScores: the scores of answers of `probemon vllm serve`, for whoever asks it over HTTP.
+
+    scores = RemoteScores("http://127.0.0.1:8000", "watch.yaml", token="...")
+    reply = openai_client.chat.completions.create(..., extra_body={"return_token_ids": True})
+    result = scores.result(reply)                   # a Result, as of a run in this process: row i is choice i
+
+The reply has to have the ids of its tokens, so that each score is compared with the token that it is of.
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probemon.errors import AlignmentError, ConfigError
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.result import Result
+from probemon.serving.vllm.messages import StepTokens, unpack
+from probemon.serving.vllm.request_log import RequestLog
+from probemon.tracking.recording import Tokens
+
+_TIMEOUT_SECONDS = 30.0
+
+
+class RemoteScores:
+    """`address`: of the server, without /v1. `deployment`: the file that it was started with."""
+
+    def __init__(
+        self, address: str, deployment: str | Path, *, token: str | None = None, tokenizer: Any = None
+    ) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError(f"address is {address!r}: give that of the server, such as http://127.0.0.1:8000")
+        self._address, self._token, self._tokenizer = address.rstrip("/"), token, tokenizer
+        self._deployment = Deployment.read(deployment)
+        self._pack = self._deployment.open_packs()
+
+    def result(self, reply: Any) -> Result:
+        """Return the scores of a reply, the object of OpenAI's client or its JSON. Raises `AlignmentError`."""
+        content = reply if isinstance(reply, Mapping) else reply.model_dump()
+        parts, watches = list[Tokens](), list[tuple[int, int, int]]()
+        deployments: dict[int, str | None] = {}
+        choices = content["choices"]
+        for row, choice in enumerate(choices):
+            prompt = choice.get("prompt_token_ids") or content.get("prompt_token_ids")
+            ids = choice.get("token_ids")
+            if prompt is None or ids is None:
+                raise ConfigError(
+                    'this reply has no ids of tokens: ask for them by extra_body={"return_token_ids": True}'
+                )
+            log = self._log(content["id"] if len(choices) == 1 else f"{choice['index']}_{content['id']}")
+            parts.append(log.tokens(np.array([*prompt, *ids], dtype=np.int64), len(prompt), lost=False))
+            watches += [(row, *one) for one in log.watched_from()]
+            deployments |= log.deployments
+        tokens = Tokens.join(parts, self._pack.n_probes)
+        result = Result(
+            self._pack, self._tokenizer, tokens, requests=(content["id"],) * len(choices), watches=tuple(watches)
+        )
+        result.deployments = deployments
+        return result
+
+    def _log(self, request: str) -> RequestLog:
+        headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
+        asked = urllib.request.Request(f"{self._address}/probemon/requests/{request}/scores", headers=headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=_TIMEOUT_SECONDS) as answer:
+                message = unpack(answer.read())
+        except urllib.error.HTTPError as error:
+            raise AlignmentError(
+                f"the server has no scores of request {request!r} ({error.code}: {error.read()[:200]!r}): it keeps"
+                " those of its newest (--keep-requests)"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"no server answers at {self._address}: {error}") from error
+        assert isinstance(message, StepTokens)
+        log = RequestLog(message.requests[0], self._pack.n_probes)
+        if len(message.columns):
+            log.add(message, np.arange(len(message.columns)))
+        return log

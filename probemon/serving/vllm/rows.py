@@ -1,0 +1,257 @@
+"""Which request, and which of its columns, each row of a step of vLLM is.
+
+    step = rows_of_v1(runner, scheduled)                # or rows_of_v2(batch, scheduled)
+    placing = Placing()
+    placing.begin("chatcmpl-1-3fd0", prompt_ids, n_cached=128)
+    for request, placed in placing.place(step, {"chatcmpl-1-3fd0": 2}): ...     # the last 2 rows of it are drafts
+    for request, placed in placing.settle({"chatcmpl-1-3fd0": 1}): ...          # one of them was accepted
+    placing.resume("chatcmpl-1-3fd0", ids)              # after preemption: what it has so far
+    placing.end("chatcmpl-1-3fd0")
+
+Pure: numbers in, numbers out, without vLLM and without torch. A row is told by its request and its position alone,
+never by where it lies in the batch. What may yet be taken back, drafts, is kept aside until it is known to stay, and
+whatever runs at the same position meanwhile takes its place; what stays is placed once, since its scores have by then
+been given to rules and to the token after it: rows that show it again (after preemption) are counted and left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from probemon.core.hierarchy import Ints
+from probemon.errors import AlignmentError
+from probemon.tracking.align import NO_ID, Forward, PlacedTokens, SequenceColumns
+
+CACHED = "its keys and values came from vLLM's prefix cache, so that no forward ran it"
+_NOT_ENDED = np.zeros(1, dtype=bool)  # requests end by themselves, and are not fed padding
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step: those of `requests[i]` are `starts[i]` to `starts[i + 1]`, each with its token and position.
+
+    `starts` begins at 0 and ends at the number of rows that are not padding.
+    """
+
+    requests: tuple[str, ...]
+    starts: Ints
+    ids: Ints
+    positions: Ints
+
+    def check(self, scheduled: Mapping[str, int]) -> StepRows:
+        """Return it, once each request has as many rows as were scheduled. Raises `AlignmentError`."""
+        rows = dict(zip(self.requests, np.diff(self.starts).tolist(), strict=True))
+        if rows != dict(scheduled) or len(rows) != len(self.requests):
+            wrong = sorted(name for name in rows | dict(scheduled) if rows.get(name) != scheduled.get(name))
+            raise AlignmentError(
+                f"a step of vLLM has {[rows.get(name) for name in wrong[:3]]} rows of {wrong[:3]}, its scheduler asked"
+                f" for {[scheduled.get(name) for name in wrong[:3]]}: whose rows these are would be a guess"
+            )
+        return self
+
+
+def rows_of_v1(runner: Any, scheduled: Mapping[str, int]) -> StepRows:
+    """Read the rows of the step that a model runner of the first kind has just run. `scheduled`: rows by request.
+
+    Raises `AlignmentError` where the two differ.
+    """
+    batch = runner.input_batch
+    n_requests = int(batch.num_reqs)
+    starts = _numbers(runner.query_start_loc.np, n_requests + 1)
+    n_rows = int(starts[-1])
+    return StepRows(
+        tuple(batch.req_ids[:n_requests]),
+        starts,
+        _numbers(runner.input_ids.gpu, n_rows),
+        _numbers(runner.positions, n_rows),
+    ).check(scheduled)
+
+
+def rows_of_v2(batch: Any, scheduled: Mapping[str, int]) -> StepRows:
+    """Read the rows of the `input_batch` that a model runner of the second kind has just run; else as `rows_of_v1`."""
+    n_requests = int(batch.num_reqs)
+    starts = _numbers(batch.query_start_loc_np, n_requests + 1)
+    n_rows = int(starts[-1])
+    return StepRows(
+        tuple(batch.req_ids[:n_requests]), starts, _numbers(batch.input_ids, n_rows), _numbers(batch.positions, n_rows)
+    ).check(scheduled)
+
+
+def _numbers(values: Any, n: int) -> Ints:
+    """Return the first `n` of a tensor or an array, copied: the runner writes the next step into the same memory."""
+    first = values[:n]
+    return np.array(first.cpu().numpy() if hasattr(first, "cpu") else first, dtype=np.int64)
+
+
+@dataclass
+class RequestRows:
+    """What was run of a request: `call` says of which columns, `drafts` of the newest step may yet be rejected.
+
+    `ids`: of the columns so far; `known`: the sequence as the engine last stated it, at first the prompt; `n_cached`:
+    how many columns came from the prefix cache; `n_again`: how many rows showed what was placed before, or drafts that
+    were rejected. `unseen`: why nothing of it is to be scored from now on.
+    """
+
+    request: str
+    prompt: Ints
+    call: SequenceColumns
+    ids: list[int]
+    known: list[int]
+    n_cached: int = 0
+    n_again: int = 0
+    unseen: str = ""
+    drafts: list[tuple[int, int, int]] = field(default_factory=list)  # column, row, id
+
+    @property
+    def n_columns(self) -> int:
+        """Return how many columns were run for good, or came from the cache."""
+        return self.call.frontier
+
+    def place(self, first: int, ids: Ints, row: int, n_drafts: int) -> list[tuple[PlacedTokens, str]]:
+        """Place rows `row`.. of a step, of the columns from `first` on, of which the last `n_drafts` may be rejected.
+
+        Each batch comes with "", or with the reason why no row shows its tokens.
+        """
+        self._reject()
+        final = len(ids) - n_drafts
+        if self.unseen:
+            before = [*self.ids, *self.known[len(self.ids) :]]
+            before += [NO_ID] * (first - len(before))
+            return self._missed(first + final, [*before[:first], *ids[:final].tolist()], self.unseen)
+        self.drafts = [(first + i, row + i, int(ids[i])) for i in range(final, len(ids))]
+        again = min(max(self.call.frontier - first, 0), final)
+        self.n_again += again
+        self._check_again(first, ids[:again])
+        if again == final:
+            return []
+        placed = self._from_cache(first) if first > self.call.frontier else []
+        return placed + self._place_new(first + again, ids[again:final], row + again)
+
+    def settle(self, n_accepted: int) -> list[tuple[PlacedTokens, str]]:
+        """Place the first drafts of the newest step, which were accepted, token by token; forget the others."""
+        accepted, self.drafts = self.drafts[:n_accepted], self.drafts[n_accepted:]
+        placed: list[tuple[PlacedTokens, str]] = []
+        for column, row, token in accepted:
+            placed += self._place_new(column, np.array([token]), row)
+        self._reject()
+        return placed
+
+    def _reject(self) -> None:
+        self.n_again += len(self.drafts)
+        self.drafts = []
+
+    def _check_again(self, first: int, ids: Ints) -> None:
+        for i, (known, token) in enumerate(zip(self.ids[first : first + len(ids)], ids.tolist(), strict=True)):
+            if known != token:
+                raise AlignmentError(
+                    f"request {self.request} runs column {first + i} again with token {token}, and had {known} there"
+                )
+
+    def _from_cache(self, column: int) -> list[tuple[PlacedTokens, str]]:
+        """Place columns up to `column`, which the cache gave to a request that runs on after preemption."""
+        if column > len(self.known):
+            raise AlignmentError(
+                f"request {self.request} runs on at column {column}, {self.call.frontier} were run and"
+                f" {len(self.known)} are known"
+            )
+        self.n_cached += column - self.call.frontier
+        return self._missed(column, self.known[:column], CACHED)
+
+    def _missed(self, column: int, ids: list[int], reason: str) -> list[tuple[PlacedTokens, str]]:
+        """Place what comes before `column`, which no row that can be scored shows; `ids` are those of all of it."""
+        if column <= self.call.frontier:
+            return []
+        self.ids += ids[len(self.ids) : column]
+        missed = self.call.missed(np.array([self.ids], dtype=np.int64), 0, column, None)
+        return [(placed, reason) for placed in missed]
+
+    def _place_new(self, first: int, ids: Ints, row: int) -> list[tuple[PlacedTokens, str]]:
+        n_prompt = len(self.prompt)
+        end = first + len(ids)
+        expected = self.prompt[first:end]
+        if not np.array_equal(ids[: len(expected)], expected):
+            at = int(np.flatnonzero(ids[: len(expected)] != expected)[0])
+            raise AlignmentError(
+                f"request {self.request}: a row at column {first + at} has token {ids[at]}, its prompt has"
+                f" {expected[at]}"
+            )
+        placed: list[tuple[PlacedTokens, str]] = []
+        # At most one generated token at a time: each begins with what the one before it retained.
+        bounds = [first, *range(max(first, n_prompt) + 1, end + 1)] if end > n_prompt else [first, end]
+        for begin, stop in itertools.pairwise(bounds):
+            if stop > n_prompt:
+                self.call.ended(_NOT_ENDED)
+            forward = Forward(begin, ids[None, begin - first : stop - first], None)
+            placed += [(part.moved(row + begin - first), "") for part in self.call.place(forward)]
+        self.ids += ids.tolist()
+        return placed
+
+
+class Placing:
+    """The requests that are under way, by vLLM's own ids. Its methods raise `AlignmentError` where rows contradict."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, RequestRows] = {}
+
+    def begin(self, request: str, prompt: Any, n_cached: int) -> RequestRows:
+        """Begin a request of which the first `n_cached` columns come from the cache."""
+        ids = np.asarray(prompt, dtype=np.int64)
+        if request in self.live:
+            raise AlignmentError(f"request {request} begins, and is under way")
+        if not 0 <= n_cached < len(ids):
+            raise AlignmentError(f"request {request}: {n_cached} of {len(ids)} tokens of its prompt are cached")
+        rows = RequestRows(
+            request, ids, SequenceColumns(len(ids)), ids[:n_cached].tolist(), ids.tolist(), n_cached=n_cached
+        )
+        rows.call.begin(n_cached, 1)
+        self.live[request] = rows
+        return rows
+
+    def resume(self, request: str, ids: Sequence[int]) -> None:
+        """Take what a request has so far, which runs again after preemption."""
+        rows = self.live[request]
+        if list(ids[: len(rows.ids)]) != rows.ids:
+            rows.unseen = f"it ran again with other tokens than it had ({request})"
+            raise AlignmentError(f"request {request} runs again with other tokens than it had")
+        rows.known = list(ids)
+
+    def place(self, step: StepRows, n_drafts: Mapping[str, int]) -> list[tuple[RequestRows, PlacedTokens, str]]:
+        """Place the rows of a step, request by request; the offsets of what is placed are rows of the step."""
+        return [
+            (self.live[request], part, reason)
+            for i, request in enumerate(step.requests)
+            for part, reason in self.place_request(step, i, n_drafts.get(request, 0))
+        ]
+
+    def place_request(self, step: StepRows, i: int, n_drafts: int = 0) -> list[tuple[PlacedTokens, str]]:
+        """Place the rows of the i-th request of a step."""
+        request, begin, end = step.requests[i], int(step.starts[i]), int(step.starts[i + 1])
+        if request not in self.live:
+            raise AlignmentError(f"a step has rows of request {request}, whose beginning was not seen")
+        columns, rows = step.positions[begin:end], self.live[request]
+        if begin == end:
+            return []
+        if not np.array_equal(columns, np.arange(columns[0], columns[0] + len(columns))):
+            raise AlignmentError(f"request {request} has rows at positions {columns.tolist()[:8]}, not one by one")
+        return rows.place(int(columns[0]), step.ids[begin:end], begin, n_drafts)
+
+    def settle(self, n_accepted: Mapping[str, int]) -> list[tuple[RequestRows, PlacedTokens, str]]:
+        """Place the drafts that were accepted, by request; those of others are forgotten."""
+        return [
+            (rows, part, reason)
+            for rows in self.live.values()
+            if rows.drafts
+            for part, reason in rows.settle(n_accepted.get(rows.request, 0))
+        ]
+
+    def end(self, request: str) -> RequestRows | None:
+        """Forget a request, and return what was run of it; None where it never began."""
+        rows = self.live.pop(request, None)
+        if rows is not None:
+            rows.settle(0)
+        return rows

@@ -1,0 +1,151 @@
+"""Comparisons for the evidence on vLLM: of tokens, states and scores with those of transformers and of this package.
+
+counts = attribution(results, outputs)                    # tokens, missing, cached
+states = kept_states("states.npz", outputs)               # by answer: columns and states, the last of each
+figures = against_transformers(model, manager, outputs, results, states, "resid_post.15")
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from probemon.serving.vllm.rows import CACHED
+from probemon.tracking.recording import LAST
+
+CLOSE = 1e-3  # of a score to a threshold, where another engine's last bits may decide
+
+
+def attribution(result: Any, outputs: list[Any]) -> dict[str, Any]:
+    """Count what a result says of the tokens of some outputs."""
+    reasons = list(result.coverage.unseen)
+    last, cached = reasons.count(LAST), reasons.count(CACHED)
+    by_row = [sum(reasons[i] == CACHED for i in np.flatnonzero(result.row == row)) for row in range(len(outputs))]
+    told = [int(output.num_cached_tokens or 0) for output in outputs]
+    return {
+        "tokens": len(result),
+        "seen": int(result.coverage.seen.sum()),
+        "last": last,
+        "cached": cached,
+        "cached_exact": by_row == told,
+        "missing": len(result) - int(result.coverage.seen.sum()) - last - cached,
+    }
+
+
+def kept_states(path: Path, site: str) -> dict[str, dict[int, tuple[int, np.ndarray]]]:
+    """Return what a worker wrote: by request, its column to the id and the states, what came last of each."""
+    with np.load(path, allow_pickle=False) as kept:
+        requests, positions, ids, states = (
+            kept["requests"],
+            kept["positions"],
+            kept["ids"],
+            kept[f"states {site}"],
+        )
+    by_request: dict[str, dict[int, tuple[int, np.ndarray]]] = {}
+    for i, request in enumerate(requests.tolist()):
+        name = re.sub(r"-[0-9a-f]{8}\Z", "", request)
+        by_request.setdefault(name, {})[int(positions[i])] = (int(ids[i]), states[i])
+    return by_request
+
+
+def reference(model: Any, ids: list[int], layer: int) -> torch.Tensor:
+    """Return the states of transformers after a layer `[T, D]` fp32, of one plain forward."""
+    taken: list[torch.Tensor] = []
+
+    def take(module: Any, arguments: Any, output: Any) -> None:
+        taken.append(output[0] if isinstance(output, tuple) else output)
+
+    handle = model.model.layers[layer].register_forward_hook(take)  # `hidden_states` has the last one after its norm
+    try:
+        with torch.no_grad():
+            model(torch.tensor([ids]))
+    finally:
+        handle.remove()
+    return taken[0].reshape(len(ids), -1).float()
+
+
+def against_transformers(
+    model: Any, manager: Any, outputs: list[Any], result: Any, kept: dict[str, dict[int, Any]], layer: int
+) -> dict[str, Any]:
+    """Compare states that the worker scored with those of a plain forward, and scores with those of `score_tokens` on
+    either: the most that two differ, and of how many (token, probe) pairs the firing does. `wrong`: rows whose token is
+    not that of the output at their position.
+    """
+    worst = total = n = 0.0
+    own_worst = own_flips = host_worst = host_flips = far_flips = pairs = fired_either = 0
+    agree = n_rows = 0
+    alert = manager.pack.alert_threshold.numpy()
+    for row, output in enumerate(outputs):
+        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        n_prompt, own = len(output.prompt_token_ids), kept[output.request_id]
+        host = reference(model, ids, layer)
+        tokens = np.flatnonzero((result.row == row) & result.coverage.seen)
+        columns = result.position[tokens]
+        mine = torch.from_numpy(np.stack([own[int(column)][1] for column in columns]))
+        theirs = host[torch.from_numpy(columns)]
+        apart = ((mine - theirs).norm(dim=1) / theirs.norm(dim=1)).numpy()
+        worst, total, n = max(worst, float(apart.max())), total + float(apart.sum()), n + len(apart)
+        n_rows += sum(own[int(column)][0] == ids[int(column)] for column in columns)
+        if len(columns) == len(ids) - 1:  # all but the last was run: what each began with is known
+            for states, of_host in (
+                (torch.cat([mine, mine[-1:]])[: len(ids) - 1], False),
+                (host[: len(ids) - 1], True),
+            ):
+                scores = manager.score_tokens(states, prompt_len=n_prompt)
+                most, flips, far, same, n_pairs, either = _differ(scores, result.scores.take(tokens), alert)
+                if of_host:
+                    host_worst, host_flips, far_flips = max(host_worst, most), host_flips + flips, far_flips + far
+                    agree, pairs, fired_either = agree + same, pairs + n_pairs, fired_either + either
+                else:
+                    own_worst, own_flips = max(own_worst, most), own_flips + flips
+    return {
+        "state_rel_l2_max": worst,
+        "state_rel_l2_mean": total / max(n, 1),
+        "states_compared": int(n),
+        "wrong": int(n) - n_rows,
+        "score_max_difference_same_states": own_worst,
+        "fired_flips_same_states": own_flips,
+        "score_max_difference_other_engine": host_worst,
+        "fired_flips_other_engine": host_flips,
+        "fired_flips_far_from_a_threshold": far_flips,
+        "fired_pairs": pairs,
+        "fired_agreement": agree / max(pairs, 1),
+        "fired_in_either": fired_either,
+    }
+
+
+def _differ(one: Any, other: Any, alert: np.ndarray) -> tuple[float, int, int, int, int, int]:
+    """Return the largest difference of scores that both have; (token, probe) pairs that fire in one alone, and how many
+    of these are not close to their threshold; pairs that agree, pairs, and those that fire in either.
+    """
+    most, flips, far, either = 0.0, 0, 0, 0
+    for t in range(len(one)):
+        mine = dict(zip(one.active(t).tolist(), one.active_scores(t).tolist(), strict=True))
+        theirs = dict(zip(other.active(t).tolist(), other.active_scores(t).tolist(), strict=True))
+        for probe in mine.keys() & theirs.keys():
+            most = max(most, abs(mine[probe] - theirs[probe]))
+        fired, fired_there = set(one.fired(t).tolist()), set(other.fired(t).tolist())
+        for probe in fired ^ fired_there:
+            flips += 1
+            score = mine.get(probe, theirs.get(probe, 0.0))
+            far += abs(score - float(alert[probe])) > CLOSE
+        either += len(fired | fired_there)
+    n_pairs = len(one) * one.coverage.n_probes
+    return most, flips, far, n_pairs - flips, n_pairs, either
+
+
+def spoken(outputs: list[Any]) -> list[dict[str, Any]]:
+    """Return what outputs say, to compare them with those of another run."""
+    return [
+        {
+            "ids": list(answer.token_ids),
+            "finish": answer.finish_reason,
+            "stop": None if answer.stop_reason is None else str(answer.stop_reason),
+        }
+        for output in outputs
+        for answer in output.outputs
+    ]

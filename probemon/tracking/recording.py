@@ -127,6 +127,26 @@ class Recording:
         self.call.begin(column, n_rows)
         self.earlier = earlier or self.earlier
 
+    def check_rows(self, mask: Ints) -> None:
+        """Raise `AlignmentError` where `mask [B, L]` shows a token that was padding in the turn before.
+
+        Rows of a cache may have been moved in place. Where their ids are the same, scores would be another row's.
+        """
+        end, turn = self.call.first_column, self.earlier
+        first, was_run = end, np.zeros((len(mask), end), dtype=bool)
+        while turn is not None and turn.beams is None:
+            for placed in turn.placed:
+                here = placed.columns < end
+                was_run[placed.rows[here], placed.columns[here]] = True
+            first = max(turn.call.first_column, turn.forgotten)
+            turn = None if turn.forgotten else turn.earlier
+        rows, columns = np.nonzero((mask[:, first:end] != 0) & ~was_run[:, first:])
+        if len(rows):
+            raise AlignmentError(
+                f"row {rows[0]}: column {first + columns[0]} is a token by its attention_mask, and was padding when the"
+                " cache was made: were rows of the cache moved? Run rows in the order of the turn before, with its mask"
+            )
+
     def retained_of(self, rows: Ints) -> Mask:
         """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from."""
         return self._retained()[rows]

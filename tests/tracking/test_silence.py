@@ -428,3 +428,25 @@ def test_stopping_criteria_where_the_run_does_not_watch_are_an_error(manager):
             other.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)
     with pytest.raises(NotSupportedDecoding, match="does not watch this generate"):
         model.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)
+
+
+def test_rows_of_a_cache_that_were_moved_are_told_by_their_masks_where_their_ids_are_the_same(manager):
+    model = make_model()
+    ids = torch.tensor([[0, 0, 9, 13, 7], [0, 0, 9, 13, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    longer = torch.cat([ids, torch.tensor([[3], [4]])], 1)
+
+    def second_turn(order):
+        cache = DynamicCache()
+        with manager.attach(model) as run:
+            first = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1, do_sample=False)
+            cache.batch_select_indices(torch.tensor(order))
+            assert torch.equal(first[:, :5], ids)
+            own_mask = torch.cat([mask[order], torch.ones(2, 1, dtype=torch.long)], 1)
+            out = model.generate(longer, attention_mask=own_mask, past_key_values=cache, **GREEDY)
+        return run.result(out)
+
+    kept = second_turn([0, 1])
+    assert kept.coverage.n_unseen == 2 and (kept.row == 0).sum() == 8 and (kept.row == 1).sum() == 9
+    with pytest.raises(AlignmentError, match=r"row 0: column 1 is a token .* was padding when the cache was made"):
+        second_turn([1, 0])

@@ -55,6 +55,27 @@ def cut_host(folder: Path, whole: Path, n_layers: int) -> Path:
     return folder
 
 
+def random_host(folder: Path, whole: Path, *, hidden_size: int, heads: int) -> Path:
+    """Write a random host of two layers with the vocabulary and tokenizer of another, once; return the folder."""
+    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=AutoConfig.from_pretrained(whole).vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            initializer_range=0.1,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+        for file in (*whole.glob("tokenizer*"), whole / "chat_template.jinja"):
+            shutil.copy(file, folder / file.name)
+    return folder
+
+
 def random_pack(folder: Path, hidden: int, n: int, site: str) -> Path:
     """Write a pack of random linear probes without a hierarchy, once; return the folder."""
     from probemon.importers.generic import import_weights

@@ -68,12 +68,16 @@ def soak(found: dict[str, Any]) -> str:
     part = found["parts"].get("soak")
     if part is None:
         return ""
-    counts, grown = part["counts"], part["grown_mb"]
+    counts, grown, alone = part["counts"], part["grown_mb"], found["parts"].get("plain_soak")
+    beside = ""
+    if alone is not None:
+        worker, client = (alone["grown_mb"][name] for name in ("worker", "client"))
+        beside = f"; vLLM alone, asked the same, grew by {worker:.1f} and {client:.1f}"
     return (
         f"{counts['requests']:,} requests, {counts['aborted']} of them aborted, {part['preemptions']:.0f} preemptions:"
         f" of {counts['tokens']:,} tokens {counts['seen']:,} have scores, {counts['cached']:,} came from the prefix"
         f" cache, {counts['last']:,} were the last of their answers, and {counts['missing']} are missing. Over its"
-        f" second half the worker grew by {grown['worker']:.1f} MB, the client by {grown['client']:.1f}."
+        f" second half the worker grew by {grown['worker']:.1f} MB, the client by {grown['client']:.1f}{beside}."
     )
 
 

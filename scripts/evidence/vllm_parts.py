@@ -34,7 +34,7 @@ from probemon.core.files import write_text_atomically
 from probemon.errors import AlignmentError, Blind, ProbemonError
 from probemon.serving.vllm.client import VllmClient
 from vllm_compare import against_transformers, attribution, kept_states, spoken
-from vllm_data import LENGTHS, ROOT, SHORTER, cut_host, deployment, prompts, random_pack
+from vllm_data import LENGTHS, ROOT, SHORTER, cut_host, deployment, prompts, random_host, random_pack
 
 PACK = ROOT / "probes/wordnet-smollm2-135m"
 KEEPING = "vllm_workers.KeepingWorker"
@@ -118,6 +118,12 @@ def cut_to_two(folder: Path) -> Watched:
     """Its first two layers, watched by random probes: the whole one takes many minutes to compile."""
     host = cut_host(folder / "cut2", bundled_path(), 2)
     return Watched(host, random_pack(folder / "random2", 576, 64, "resid_post.1"), "resid_post.1", [])
+
+
+def eight_heads(folder: Path) -> Watched:
+    """A random host of two layers whose heads can be shared by two ranks; the demo model has nine."""
+    host = random_host(folder / "heads8", bundled_path(), hidden_size=512, heads=8)
+    return Watched(host, random_pack(folder / "random8", 512, 64, "resid_post.1"), "resid_post.1", [])
 
 
 def watched_run(
@@ -334,8 +340,9 @@ def overhead(folder: Path) -> Any:
 
 def tensor_parallel(folder: Path) -> Any:
     """Two ranks on this CPU, or why there are none."""
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     try:
-        return {"ran": True, **watched_run(folder, tensor_parallel_size=2, distributed_executor_backend="mp")}
+        return {"ran": True, **watched_run(folder, eight_heads(folder), **ranks)}
     except ProbemonError:
         raise
     except Exception as error:

@@ -25,7 +25,12 @@ class KeepingWorker(ProbeWorker):
         self._keep, self._rows_kept = wanted, []
 
     def write_states(self, path: str) -> int:
-        """Write what was kept: of every row its request, position, token and states, in the order of the steps."""
+        """Write what was kept: of every row its request, position, token and states, in the order of the steps.
+
+        Of several ranks, which hold the same states, the first writes.
+        """
+        if self.rank:
+            return 0
         sites = list(self._settings.sites)
         names = [name for requests, *_ in self._rows_kept for name in requests]
         numbers = {

@@ -87,7 +87,7 @@ def _step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
     def step() -> None:
         model(input_ids=batch["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
-        cache.crop(n)
+        cache.crop(n - cache.get_seq_length())
 
     return step
 

@@ -9,7 +9,7 @@
         client.events, client.health()
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **client.engine_arguments()))
-    async for piece in client.hold(engine.generate(prompt, params, "my-request")):
+    async for piece in hold(client, engine.generate(prompt, params, "my-request")):      # of held_answers
         print(piece.text, end="")                                  # once the score of its token is known
 
 The worker scores and asks the rules, inside the step; a client receives. vLLM itself is needed by the engine alone.

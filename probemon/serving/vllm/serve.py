@@ -29,9 +29,17 @@ _OURS = {  # what vLLM is told by the command itself, and why it cannot be told 
 def check_more(more: Sequence[str]) -> None:
     """Raise `ConfigError` for arguments of vLLM that are not the user's to give."""
     for argument in more:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name in _OURS:
-            raise ConfigError(f"{name} is given to vLLM: {_OURS[name]}, so leave it out")
+        name = argument.partition("=")[0].partition(".")[0].replace("_", "-")  # --additional-config.probemon.stop=...
+        # vLLM's parser takes the beginning of a name for the whole of it.
+        for ours, why in _OURS.items():
+            if name == ours or (name == "-asc" and ours == "--api-server-count") or _begins(name, ours):
+                raise ConfigError(
+                    f"{argument.partition('=')[0]} is given to vLLM, which is {ours}: {why}, so leave it out"
+                )
+
+
+def _begins(name: str, option: str) -> bool:
+    return len(name) > len("--") and name.startswith("--") and option.startswith(name)
 
 
 def server_arguments(

@@ -163,11 +163,22 @@ def test_vllms_command_line_says_what_is_watched(file):
         assert "--no-async-scheduling" in arguments and arguments[1:3] == ["--served-model-name", "tiny"]
 
 
-@pytest.mark.parametrize("given", ["--api-key=x", "--worker-cls", "--additional_config", "--api-server-count"])
-def test_what_the_command_says_itself_is_not_the_users_to_say(given):
-    with pytest.raises(ConfigError, match=given.partition("=")[0].replace("_", "-")):
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        ("--api-key=x", "--api-key"),
+        ("--worker-cls", "--worker-cls"),
+        ("--worker-cl", "--worker-cls"),
+        ("--additional_config", "--additional-config"),
+        ("--additional-config.probemon.stop=false", "--additional-config"),
+        ("--api-server-count", "--api-server-count"),
+        ("-asc", "--api-server-count"),
+    ],
+)
+def test_what_the_command_says_itself_is_not_the_users_to_say_in_any_spelling(given, option):
+    with pytest.raises(ConfigError, match=f"which is {option}: "):
         check_more(["--max-model-len", "64", given])
-    check_more(["--max-model-len", "64"])
+    check_more(["--max-model-len", "64", "--", "--host-more", "x"])
 
 
 def test_without_vllm_and_with_another_version_one_line_says_what_to_do(monkeypatch):

@@ -108,9 +108,9 @@ class MonitorRun:
         if source is Watcher:
             model = unwrap(model)
             check_host(manager.pack, model, strict=check_bool("strict", strict))
-        if deployment is not None:
-            if source is Watcher:
+            if deployment is not None:
                 deployment.check_host(manager.pack, model)
+        if deployment is not None:
             budget, breaker = budget or deployment.budget, breaker or deployment.breaker
         self.deployment = deployment
         self.manager, self.model, self.tokenizer = manager, model, tokenizer

@@ -7,14 +7,16 @@ names.find_all(["whale", "ship*", re.compile("n0[12].*")])
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from probemon.core.near_names import NearNames
-from probemon.errors import ConfigError, UnknownConcept
+from probemon.errors import ConfigError, PackCorrupt, UnknownConcept
 
 MOST_NAMED = 100  # concepts that metrics count by name: each is a series of its own
 Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
@@ -34,15 +36,28 @@ class Names:
         also: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
         self._pack, self._concepts, self._path = pack, concepts, path
-        self._ids = {concept["id"]: i for i, concept in enumerate(concepts)}
-        self._texts = [
-            (concept["id"], concept["name"], *(also[i] if also else ())) for i, concept in enumerate(concepts)
-        ]
-        self._near = NearNames(concepts, path)
-        self._by_name: dict[str, list[int]] = {}
+        self._also, self._near = also, NearNames(concepts, path)
+
+    # Of a hundred thousand concepts, whose lines are read when asked for, many a user never names one.
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        ids = {concept["id"]: i for i, concept in enumerate(self._concepts)}
+        if len(ids) < len(self._concepts):
+            raise PackCorrupt(f"an id of {self._pack} stands twice: fetch the pack again")
+        return ids
+
+    @cached_property
+    def _texts(self) -> list[tuple[str, ...]]:
+        also = self._also or itertools.repeat(())
+        return [(concept["id"], concept["name"], *more) for concept, more in zip(self._concepts, also, strict=False)]
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[int]]:
+        by_name: dict[str, list[int]] = {}
         for i, texts in enumerate(self._texts):
             for name in set(texts):
-                self._by_name.setdefault(name, []).append(i)
+                by_name.setdefault(name, []).append(i)
+        return by_name
 
     def find(self, concept: object) -> int:
         """The probe of an id, an unambiguous name or a number.

@@ -376,7 +376,7 @@ def _joined_settings(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, 
     settings["always_on"] = []
     for (prefix, pack), exempt in zip(named, never_dropped, strict=True):
         ids = always_on(pack).get("always_on", []) + [
-            pack.concepts[probe]["id"] for probe in np.flatnonzero(exempt & ~np.isin(pack.tree.level, base))
+            pack.concepts[probe]["id"] for probe in np.flatnonzero(exempt & ~np.isin(pack.tree.level, base)).tolist()
         ]
         settings["always_on"] += [f"{prefix}:{concept}" if prefix else concept for concept in dict.fromkeys(ids)]
     recommended_keys = {key for _, pack in named for key in pack.recommended}

@@ -1,19 +1,16 @@
-"""The two texts of a pack, read and checked: manifest.json and concepts.jsonl.
+"""The manifest of a pack, read and checked, and what the files of a pack are called.
 
 manifest = read_manifest(directory / "manifest.json")      # raises PackError, PackVersionError, PackCorrupt
-concepts = read_concepts(directory / "concepts.jsonl")     # line i is probe i
 manifest = parse_manifest(data, path)                      # of bytes that were read already; the path is for errors
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import NORMS
 from probemon.core.settings import CascadeConfig
 from probemon.core.strict_json import loads
@@ -32,16 +29,12 @@ HERE, SO_FAR = SCOPES = ("here", "so far")
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # What is read at most. JSON may take sixty times its size while it is read, the concepts line by line.
 MAX_MANIFEST_BYTES, MAX_CONCEPTS_BYTES = 64 << 20, 256 << 20
-# Lists and objects in the concepts: a microsecond and some sixty bytes each, of two bytes in the file. Packs have some
-# four a concept, and a hundred thousand concepts.
-MAX_BRACKETS = 4_000_000
 _STATES = "ssm_state."
-_KINDS = {"id": str, "name": str, "level": int, "parents": list}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest, every part of the right kind. Raises `PackError`, `PackVersionError`, `PackCorrupt`."""
-    return parse_manifest(_read(path, MAX_MANIFEST_BYTES), path)
+    return parse_manifest(read_bounded(path, MAX_MANIFEST_BYTES), path)
 
 
 def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
@@ -132,63 +125,7 @@ def check_recommended(recommended: Mapping[str, Any], where: str) -> None:
         raise kind(f"{where}: what the pack recommends is refused as a setting, too: {str(error)[:300]}") from error
 
 
-def read_concepts(path: Path) -> list[dict[str, Any]]:
-    """Return the concepts, one a line. Raises `PackCorrupt` naming the line."""
-    return parse_concepts(_read(path, MAX_CONCEPTS_BYTES), path)
-
-
-def parse_concepts(data: bytes, path: Path) -> list[dict[str, Any]]:
-    """Return the concepts that the bytes `data` are, as `read_concepts` does; `path` is for errors."""
-    concepts = []
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise PackCorrupt(f"{path} is not UTF-8 ({error}): fetch the pack again") from None
-    brackets = data.count(b"[") + data.count(b"{")
-    if brackets > MAX_BRACKETS:
-        raise PackCorrupt(
-            f"{path} has {brackets:,} brackets, at most {MAX_BRACKETS:,} lists and objects are read: fetch the pack"
-            " again"
-        )
-    # Not splitlines(): a definition may hold other characters that Unicode calls line breaks.
-    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
-        try:
-            concept = loads(line)
-        except (RecursionError, ValueError) as error:
-            raise PackCorrupt(f"{path} line {number} is not valid JSON ({error}): fetch the pack again") from None
-        if not isinstance(concept, dict) or not {"id", "name", "level", "parents"} <= set(concept):
-            raise PackCorrupt(f"{path} line {number} lacks id, name, level or parents: fetch the pack again")
-        wrong = [key for key, kind in _KINDS.items() if type(concept[key]) is not kind]
-        if wrong or not all(isinstance(parent, str) for parent in concept["parents"]):
-            raise PackCorrupt(
-                f"{path} line {number}: {(wrong or ['parents'])[0]} is not of the right kind: fetch the pack again"
-            )
-        for key in ("id", "name"):
-            if CONTROL.search(concept[key]):
-                raise PackCorrupt(
-                    f"{path} line {number}: {key} is {ascii(concept[key])[:100]}, and a terminal would act on its"
-                    " control characters: name it otherwise"
-                )
-        concepts.append(concept)
-    return concepts
-
-
-def check_numbering(concepts: Sequence[Mapping[str, Any]], tree: ConceptTree, path: Path) -> None:
-    """Raise `PackCorrupt` where two lines have one id, or a line has other parents or another level than its probe."""
-    ids = [concept["id"] for concept in concepts]
-    for i, concept in enumerate(concepts):
-        parents, level = [ids[parent] for parent in tree.parents(i).tolist()], int(tree.level[i])
-        if concept["level"] != level or sorted(concept["parents"]) != sorted(parents):
-            raise PackCorrupt(
-                f"{path} line {i + 1} ({concept['id']!r:.80}): level {str(concept['level'])[:20]} and parents"
-                f" {concept['parents']!r:.200} differ from {PROBES} ({level}, {parents!r:.200}): fetch the pack again"
-            )
-    if len(set(ids)) != len(ids):
-        twice = Counter(ids).most_common(1)[0][0]
-        raise PackCorrupt(f"{path}: id {twice!r:.80} appears twice")
-
-
-def _read(path: Path, max_bytes: int) -> bytes:
+def read_bounded(path: Path, max_bytes: int) -> bytes:
     """A file's bytes. Raises `PackCorrupt` for one that is longer, before it is read."""
     size = path.stat().st_size
     if size > max_bytes:

@@ -29,6 +29,7 @@ from probemon.core.probes import Architecture, InputSpec, input_dtype, input_lim
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, PackVersionError, ProbemonError
 from probemon.packs import files as packfile
+from probemon.packs.concept_lines import ConceptLines
 from probemon.packs.drift_tensors import check_drift, drift_of
 from probemon.packs.held_file import HeldFolder, read_whole
 from probemon.packs.held_tensors import HeldTensors
@@ -41,10 +42,8 @@ from probemon.packs.manifest import (
     MAX_CONCEPTS_BYTES,
     MAX_MANIFEST_BYTES,
     PROBES,
-    check_numbering,
     check_recommended,
     check_scope,
-    parse_concepts,
     parse_manifest,
 )
 from probemon.packs.tensors import (
@@ -75,7 +74,8 @@ _MAX_REPLAY_ERROR = 1e-5
 class OpenedPack:
     """A pack that was opened, read-only: make one with `open`. `ProbePack` is one that can also be written and pushed.
 
-    - `manifest`: dict; `concepts`: a dict for each probe; `card`: bytes, or None where there is none
+    - `manifest`: dict; `card`: bytes, or None where there is none
+    - `concepts`: a dict for each probe; of many probes each line is read when it is asked for
     - `tree`: ConceptTree
     - `scope`: what a score says: "here", the concept is at the token, or "so far", at it or at one before
     - `weights`: stacked tensors by parameter, read when first asked for: into memory, or mapped where they are many
@@ -97,7 +97,7 @@ class OpenedPack:
         self,
         directory: Path,
         manifest: dict[str, Any],
-        concepts: list[dict[str, Any]],
+        concepts: ConceptLines,
         tensors: HeldTensors,
         card: bytes | None = None,
     ):
@@ -149,7 +149,7 @@ class OpenedPack:
         self._check_manifest(where)
         check_golden(described, len(self.sites), self.n_probes, self.architecture.hidden_size, where)
         check_recommended(self.recommended, f"{directory / MANIFEST}")
-        check_numbering(concepts, self.tree, directory / CONCEPTS)
+        concepts.fit(self.tree)
         # Not the pack's own method: a pack in a circle would hold its file for long.
         self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))
 
@@ -265,7 +265,7 @@ class OpenedPack:
                 packfile.check_stated_hash(file.path, file.sha256(), stated["sha256"])
         card = held[CARD].read(packfile.MAX_CARD_BYTES) if CARD in held else None
         data = held[CONCEPTS].read(MAX_CONCEPTS_BYTES)
-        concepts = parse_concepts(data, directory / CONCEPTS)
+        concepts = ConceptLines(data, directory / CONCEPTS)
         files = manifest["files"]
         packfile.check_stated_hash(directory / CONCEPTS, sha256(data).hexdigest(), files[CONCEPTS]["sha256"])
         return cls(directory, manifest, concepts, HeldTensors(held[PROBES], sha256=files[PROBES]["sha256"]), card)
@@ -348,6 +348,7 @@ class OpenedPack:
 
         Raises `PackCorrupt` where a replayed score is more than 1e-5 from the recorded one.
         """
+        self.concepts.check()
         self.check_finite()
         hidden, recorded = self.golden_hidden, self.golden_scores
         if hidden is None or recorded is None:

@@ -30,11 +30,12 @@ from probemon.importers.probelab import import_files as import_probelab
 from probemon.importers.saelens import import_sae
 from probemon.importers.steerkit import import_files as import_steerkit
 from probemon.importers.weights import load_plain
+from probemon.packs.concept_lines import read_concepts
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.held_file import read_whole
 from probemon.packs.held_tensors import HeldTensors
 from probemon.packs.hierarchies import propose, with_hierarchy
-from probemon.packs.manifest import read_concepts, read_manifest
+from probemon.packs.manifest import read_manifest
 from probemon.packs.pack import ProbePack
 
 SITE = "resid_post.1"

@@ -30,9 +30,10 @@ from probemon.core.files import sha256
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackCorrupt, PackError
 from probemon.importers.weights import Folder, load_plain
+from probemon.packs.concept_lines import read_concepts
 from probemon.packs.edit import rename
 from probemon.packs.files import MAX_CARD_BYTES
-from probemon.packs.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_concepts, read_manifest
+from probemon.packs.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_manifest
 
 RESULT = Path(__file__).parents[2] / "docs" / "benchmarks" / "fuzz.json"
 EXAMPLES = {"manifest": 300, "concepts": 200, "tensors": 300, "pack": 300, "torch": 300, "opened": 30, "used": 20}

@@ -3,6 +3,7 @@ used.
 """
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import sha256
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbeLoadError
+from probemon.packs import concept_lines
 
 
 def cycle(tensors):
@@ -112,6 +114,72 @@ def test_wrong_contents_with_right_hashes_are_named(pack, tmp_path, change, erro
     with pytest.raises((error, HierarchyError), match=words) as caught:
         ProbePack.open(forge(pack, tmp_path / "forged", change))
     assert "probes.safetensors" in str(caught.value) or "concepts.jsonl" in str(caught.value)
+
+
+def with_lines(pack, target, change):
+    """A copy of a pack with other concepts, hashes made right again."""
+    folder = forge(pack, target, lambda tensors: None)
+    lines = [json.loads(line) for line in (folder / "concepts.jsonl").read_text().splitlines()]
+    change(lines)
+    (folder / "concepts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    path = folder / "concepts.jsonl"
+    manifest["files"]["concepts.jsonl"] = {"sha256": sha256(path), "size": path.stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"level": 9}, "line 13 .*level 9 and parents"),
+        ({"parents": ["c0", "c1", "c2"]}, "line 13 .*differ from probes.safetensors"),
+        ({"name": 7}, "line 13: name is not of the right kind"),
+        ({"id": "a\x1b[2J"}, "line 13: id is .*control characters"),
+    ],
+)
+def test_a_line_is_checked_when_its_pack_is_opened_or_where_there_are_many_when_it_is_asked_for(
+    pack, tmp_path, monkeypatch, change, words
+):
+    folder = with_lines(pack, tmp_path / "forged", lambda lines: lines[12].update(change))
+    with pytest.raises(PackCorrupt, match=words):
+        ProbePack.open(folder)
+    monkeypatch.setattr(concept_lines, "MOST_AT_ONCE", 10)
+    forged = ProbePack.open(folder)
+    hidden = torch.randn(6, HIDDEN)
+    scores = DynamicProbeManager(forged).score_tokens(hidden)  # which need no line
+    assert scores.values.tolist() == DynamicProbeManager(pack).score_tokens(hidden).values.tolist()
+    assert forged.concepts[11] == pack.concepts[11] and forged.concepts[-1] == pack.concepts[-1]
+    for ask in (lambda: forged.concepts[12], lambda: forged.find("c3"), forged.verify):
+        with pytest.raises(PackCorrupt, match=words):
+            ask()
+
+
+def test_ids_that_stand_twice_are_told_where_ids_are_asked_for(pack, tmp_path, monkeypatch):
+    folder = with_lines(pack, tmp_path / "forged", lambda lines: lines[-1].update(id="c0"))
+    with pytest.raises(PackCorrupt, match="id 'c0' appears twice"):
+        ProbePack.open(folder)
+    monkeypatch.setattr(concept_lines, "MOST_AT_ONCE", 10)
+    forged = ProbePack.open(folder)
+    with pytest.raises(PackCorrupt, match="an id of random stands twice"):
+        forged.find("c0")
+    with pytest.raises(PackCorrupt, match="id 'c0' appears twice"):
+        forged.verify()
+
+
+def test_the_lines_of_many_concepts_are_those_of_a_list(pack, monkeypatch):
+    monkeypatch.setattr(concept_lines, "MOST_AT_ONCE", 10)
+    parsed = mock.Mock(side_effect=concept_lines.loads)
+    monkeypatch.setattr(concept_lines, "loads", parsed)
+    many = ProbePack.open(pack.directory)
+    DynamicProbeManager(many).score_tokens(torch.randn(6, HIDDEN))
+    assert not parsed.called and len(many.concepts) == many.n_probes
+    assert many.find(7) == 7 and many.path(3) == pack.path(3) and parsed.call_count <= 7
+    assert many.find(pack.concepts[20]["id"]) == 20 and parsed.call_count == many.n_probes
+    assert many.concepts == pack.concepts and many.concepts[3:6] == list(pack.concepts)[3:6]
+    with pytest.raises(IndexError):
+        many.concepts[many.n_probes]
+    assert ProbePack.open(pack.directory, verify=True).golden_error is not None
 
 
 @pytest.mark.parametrize("arena_bytes", [None, 6000])

@@ -34,7 +34,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, PackVersionError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs import held_file as heldfile
-from probemon.packs import manifest
+from probemon.packs.concept_lines import read_concepts
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.files import check_replaceable
 from probemon.packs.held_file import read_whole
@@ -440,7 +440,7 @@ def test_names_that_are_read_otherwise_than_they_are_written_are_refused(pack, m
         ProbePack.open(folder)
     (folder / "concepts.jsonl").write_text(json.dumps({"id": "a", "name": name, "level": 0, "parents": []}) + "\n")
     with pytest.raises(PackCorrupt, match=r"line 1: name is '.*\\|line 1 is not valid JSON .*surrogates"):
-        manifest.read_concepts(folder / "concepts.jsonl")
+        read_concepts(folder / "concepts.jsonl")
     with pytest.raises(PackError, match=r"the pack's name is '.*\\"):
         make_pack(tmp_path / "written", model, name=name)
 
@@ -460,14 +460,14 @@ def test_keys_that_stand_twice_are_refused(pack, tmp_path):
     path = tmp_path / "concepts.jsonl"
     path.write_text('{"id": "a", "name": "a", "level": 0, "parents": [], "parents": ["b"]}\n')
     with pytest.raises(PackCorrupt, match=r"line 1 is not valid JSON .*'parents' stands twice"):
-        manifest.read_concepts(path)
+        read_concepts(path)
 
 
 def test_millions_of_lists_in_the_concepts_are_refused_before_they_are_made(tmp_path):
     path = tmp_path / "concepts.jsonl"
     path.write_text('{"id": "a", "name": "a", "level": 0, "parents": [' + "[]," * 4_000_000 + "[]]}\n")
     with pytest.raises(PackCorrupt, match="4,000,003 brackets, at most 4,000,000 lists and objects are read"):
-        manifest.read_concepts(path)
+        read_concepts(path)
 
 
 def test_packs_of_nothing_are_neither_written_nor_opened(model, tmp_path):

@@ -14,6 +14,7 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.core.branches import watched_probes
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import input_dtype
+from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import collect, descend, retain
 from probemon.engine.kernels import score_probes
 from probemon.errors import ProbeLoadError
@@ -61,17 +62,67 @@ def test_compiled_descent_is_that_of_the_cascade(case):
         rows, slots = torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n)
         own = score_probes(states, weights, rows, slots, impl="numba").numpy().reshape(tree.n, n).T
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
-        for active, dropped, scores in compiled_descents(weights, plan, states, retained):
-            assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
-            assert np.array_equal(scores, expected.scores)
-        found = numba_compiled.collect(active, dropped, scores, alert)
-        for mine, theirs in zip(found, collect(expected, alert), strict=True):
-            assert np.array_equal(mine, theirs)
+        for found in compiled_descents(weights, plan, states, retained, alert):
+            step = found.descent(tree.n)
+            assert np.array_equal(step.active, expected.active) and np.array_equal(step.dropped, expected.dropped)
+            assert np.array_equal(step.scores, expected.scores)
+            *theirs, n_dropped = collect(expected, alert)
+            for mine, their in zip((found.ptr, found.probes, found.values, found.fired), theirs, strict=True):
+                assert np.array_equal(mine, their) and mine.dtype == their.dtype
+            assert np.array_equal(np.bincount(found.dropped_rows, minlength=n), n_dropped)
         kept, _ = retain(plan, expected, np.arange(n))
         for row in np.flatnonzero(~expected.dropped.any(axis=1)):
             most = config.keep_top_k if config.aggressive_pruning else tree.n
-            assert np.array_equal(numba_compiled.best(*found[:3], plan.exempt, np.array([row]), most)[0], kept[row])
+            mine = numba_compiled.best(found.ptr, found.probes, found.values, plan.exempt, np.array([row]), most)
+            assert np.array_equal(mine[0], kept[row])
         retained = kept
+
+
+def random_tree(sizes, seed):
+    """Levels of these sizes; a third of the probes below the first have two parents in the level above."""
+    rng, parents, first = np.random.default_rng(seed), [], 0
+    for above, size in zip([0, *sizes], sizes, strict=False):
+        parents += [
+            sorted({f"c{p}" for p in rng.integers(first - above, first, size=1 + (i % 3 == 0))}) if above else []
+            for i in range(size)
+        ]
+        first += size
+    return ConceptTree.build([f"c{i}" for i in range(first)], parents)[1]
+
+
+@pytest.mark.parametrize("path", [True, False], ids=["path", "independent"])
+@pytest.mark.parametrize("most, top", [(60, 15), (100_000, 25)])
+def test_among_thousands_of_probes_it_is_that_of_the_cascade(path, most, top):
+    """Few of many are active, so lists are sorted where all of a few would be walked; arrays are used again, for one
+    state and for several.
+    """
+    tree, n_inputs = random_tree([20, 300, 3000, 6000], seed=1), 16
+    net = {"w1": torch.randn(tree.n, 1, n_inputs, generator=torch.Generator().manual_seed(2))}
+    net["b1"] = torch.full((tree.n, 1), -2.6 if path else -3.4)
+    config = CascadeConfig(max_loaded_probes=most, keep_top_k=top, load_threshold=0.3)
+    alert = np.full(tree.n, 0.5, np.float32)
+    plan, way = plan_of(tree, path, alert, config, [], None), compiled.CompiledNet(net)
+    links = tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx
+    n_dropped, kept = 0, {}
+    for turn, n in enumerate([1, 7, 1, 3, 7, 1]):
+        hidden = torch.randn(n, n_inputs, generator=torch.Generator().manual_seed(turn)) / 2
+        rows, slots = torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n)
+        own = score_probes(hidden, net, rows, slots, impl="numba").numpy().reshape(tree.n, n).T
+        before = kept.get(n)
+        expected = descend(plan, n, before, lambda rows, probes, own=own: own[rows, probes])
+        for everything in (False, True):
+            found = way.descend(
+                links, tree.groups, np.zeros(tree.n, np.int64), 1, hidden, n, plan.start, before,
+                plan.expand_threshold, alert, path_rule=path, max_rounds=None, max_active=most, everything=everything,
+            )  # fmt: skip
+            step = found.descent(tree.n)
+            assert np.array_equal(step.active, expected.active) and np.array_equal(step.dropped, expected.dropped)
+            assert np.array_equal(step.scores, expected.scores)
+            assert np.array_equal(found.fired, found.values > 0.5)
+        assert 20 * n < expected.active.sum() < tree.n * n / 32
+        n_dropped += int(expected.dropped.sum())
+        kept[n], _ = retain(plan, expected, np.arange(n))
+    assert (n_dropped > 0) == (most == 60)
 
 
 @pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
@@ -129,7 +180,7 @@ def test_a_parent_that_is_no_number_makes_no_number(order):
     w1[order[0], 0, :2] = torch.tensor([3e38, -3e38])
     net = compiled.CompiledNet({"w1": w1, "b1": torch.full((3, 1), 3.0)})
     for everything in (False, True):
-        *_, scores = net.descend(
+        found = net.descend(
             (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),
             tree.groups,
             np.zeros(3, np.int64),
@@ -139,9 +190,11 @@ def test_a_parent_that_is_no_number_makes_no_number(order):
             np.array([0, 1]),
             None,
             np.full(3, 0.1, np.float32),
+            np.full(3, 0.5, np.float32),
             path_rule=True,
             max_rounds=None,
             max_active=3,
             everything=everything,
         )
+        scores = found.descent(3).scores
         assert np.isnan(scores[0, order[0]]) and np.isnan(scores[0, 2]) and scores[0, order[1]] > 0.9

@@ -1,5 +1,7 @@
 """Softmax groups: scores of members by fp64, in every way of evaluating; the descent by an oracle."""
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 import torch
@@ -333,7 +335,8 @@ def test_the_compiled_descent_is_that_of_the_cascade(case):
             scores[at] = kernels.group_scores(logits[at], starts, torch.device("cpu"), impl="numba")
         scores = scores.reshape(n, tree.n)
         expected = descend(plan, n, retained, lambda rows, probes, scores=scores: scores[rows, probes])
-        for active, dropped, found in compiled_descents(net_weights, plan, states, retained):
+        for compiled in compiled_descents(net_weights, plan, states, retained, alert):
+            active, dropped, found = astuple(compiled.descent(tree.n))
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
             assert np.array_equal(found, expected.scores)
         retained, _ = retain(plan, expected, np.arange(n))

@@ -58,8 +58,8 @@ def cascade_oracle(parents, level, path, thresholds, config, always_on, retained
     return active, dropped, {p: path_score(p) for p in active}, set(order), before - len(order)
 
 
-def compiled_descents(weights, plan, states, retained):
-    """Yield (active, dropped, scores) of states by the compiled descent, and by the same rule over all scores."""
+def compiled_descents(weights, plan, states, retained, alert):
+    """Yield what the compiled descent finds for states, and what the same rule over all scores does."""
     from probemon.engine.ways.compiled import CompiledNet
 
     tree, config, net = plan.tree, plan.config, CompiledNet(weights)
@@ -74,6 +74,7 @@ def compiled_descents(weights, plan, states, retained):
             plan.start,
             retained,
             plan.expand_threshold,
+            alert,
             path_rule=plan.path_rule,
             max_rounds=config.max_rounds,
             max_active=config.max_loaded_probes,

@@ -28,6 +28,8 @@ Array = npt.NDArray[Any]
 _compiled = njit(cache=True, nogil=True)
 _LANES = 16
 _MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
+_SPARSE = 32  # where fewer than one in so many probes is meant, a list of them is sorted, else all probes are walked
+_BLOCK = 64  # probes of a retained set that are looked at at once
 
 
 def _dot_tile(n_rows: int, n_states: int) -> Any:
@@ -263,6 +265,10 @@ def _score_round(
     n_probes, d, of = scores.shape[1], net[9], groups[0]
     if n_states == 1:
         pair_probe[:n_pairs].sort()
+    elif n_pairs * _SPARSE < n_probes:
+        key = pair_probe[:n_pairs] * n_states + pair_row[:n_pairs]
+        key.sort()
+        pair_probe[:n_pairs], pair_row[:n_pairs] = key // n_states, key % n_states
     else:
         count = np.zeros(n_probes + 1, np.int64)
         for i in range(n_pairs):
@@ -356,11 +362,13 @@ def _close(
 
 @_compiled
 def _admit(
-    parent_ptr: Array, parent_idx: Array, path_rule: bool, groups: Any, active: Array, dropped: Array, scores: Array,
-    row: int, room: int, expanded: Array, stamp: int, probes: Array, begin: int, end: int,
-) -> int:  # fmt: skip
+    parent_ptr: Array, parent_idx: Array, path_rule: bool, groups: Any, active: Array, scores: Array, row: int,
+    room: int, expanded: Array, stamp: int, admitted: Array, base: int, probes: Array, begin: int, end: int,
+) -> Any:  # fmt: skip
     """Keep of the children `probes[begin:end]` those that fit with what must be active with them, the child of the best
-    expanding parent first, and return the new end.
+    expanding parent first. Return the new end and the children that did not fit.
+
+    Of `admitted [P]` what is no more than `base` means nothing.
     """
     of, ptr, members = groups
     children = np.sort(probes[begin:end])
@@ -371,56 +379,105 @@ def _admit(
             if expanded[parent_idx[e]] == stamp:
                 best = max(best, scores[row, parent_idx[e]])
         key[i] = -best
-    admitted = np.zeros(len(parent_ptr), np.int64)
+    taken, refused, n_refused = base + 1, np.empty(len(children), np.int64), 0
     end = begin
     for at in np.argsort(key, kind="mergesort"):  # stable: ties to the lower id
         child = children[at]
-        if admitted[child] == 1:
+        if admitted[child] == taken:
             continue  # came with a better one
         probes[end] = child
         last = end + 1
         if path_rule or of[child] >= 0:
-            bundle = at + 2  # a mark of this child's own
+            bundle = taken + 1 + at  # a mark of this child's own
             admitted[child] = bundle
             walk = end
             while walk < last:
                 probe = probes[walk]
                 for e in range(parent_ptr[probe], parent_ptr[probe + 1] if path_rule else 0):
                     parent = parent_idx[e]
-                    if not active[row, parent] and admitted[parent] != 1 and admitted[parent] != bundle:
+                    if not active[row, parent] and admitted[parent] != taken and admitted[parent] != bundle:
                         admitted[parent] = bundle
                         probes[last] = parent
                         last += 1
                 group = of[probe]
                 for e in range(ptr[group] if group >= 0 else 0, ptr[group + 1] if group >= 0 else 0):
                     mate = members[e]
-                    if not active[row, mate] and admitted[mate] != 1 and admitted[mate] != bundle:
+                    if not active[row, mate] and admitted[mate] != taken and admitted[mate] != bundle:
                         admitted[mate] = bundle
                         probes[last] = mate
                         last += 1
                 walk += 1
         if last - end <= room:
             for i in range(end, last):
-                admitted[probes[i]] = 1
+                admitted[probes[i]] = taken
             room -= last - end
             end = last
         else:
-            dropped[row, child] = True
+            refused[n_refused] = child
+            n_refused += 1
+    return end, refused[:n_refused]
+
+
+@_compiled
+def _append_retained(retained: Array, row: int, active: Array, probes: Array, end: int) -> int:
+    """Append to `probes` what a row retained and is not active yet, mark it active, and return the new end."""
+    n_probes = retained.shape[1]
+    for begin in range(0, n_probes, _BLOCK):
+        stop = min(begin + _BLOCK, n_probes)
+        some = False
+        for p in range(begin, stop):  # many at once: a retained set is a handful among all probes
+            some |= retained[row, p]
+        if some:
+            for p in range(begin, stop):
+                if retained[row, p] and not active[row, p]:
+                    active[row, p] = True
+                    probes[end] = p
+                    end += 1
     return end
+
+
+@_compiled
+def _by_state(rows: Array, probes: Array, ptr: Array, active: Array) -> Array:
+    """Return the active probes state by state, ascending: `rows [E]`, `probes [E]` are all of them in any order."""
+    n_states, n_probes = active.shape
+    out, n = np.empty(len(probes), np.int32), len(probes)
+    if n * _SPARSE >= active.size:
+        at = 0
+        for row in range(n_states):
+            for p in range(n_probes):
+                if active[row, p]:
+                    out[at] = p
+                    at += 1
+        return out
+    to = ptr[:-1].copy()
+    for i in range(n):
+        out[to[rows[i]]] = probes[i]
+        to[rows[i]] += 1
+    for row in range(n_states):
+        out[ptr[row] : ptr[row + 1]].sort()
+    return out
 
 
 @_compiled
 def descend(  # noqa: C901, PLR0915 (compiled as one)
     net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, groups: Any, input_of: Array,
-    x: Array, start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int,
-    everything: bool, active: Array, dropped: Array, scores: Array,
-) -> None:  # fmt: skip
-    """Descend as probemon.engine.cascade does; `active`, `dropped`, `scores` `[N, P]` come zeroed."""
+    x: Array, start: Array, retained: Array, threshold: Array, alert: Array, path_rule: bool, max_rounds: int,
+    most: int, everything: bool, cells: Any, marks: Any,
+) -> Any:  # fmt: skip
+    """Descend as probemon.engine.cascade does. Return active probes state by state, `ptr [N+1]`, ids `[E]`, scores
+    `[E]`, which are over `alert [P]`; and what was dropped: rows `[F]`, probes `[F]`.
+
+    `cells`: active, dropped, scores `[N, P]`, zeros before and after. `marks`: three `[P]` for any use, and the largest
+    numbers in them `[2]`. So a descent does as much as it evaluates, however many probes there are.
+    """
+    (active, dropped, scores), (mark, expanded, admitted, largest) = cells, marks
     n_states, n_probes = active.shape
-    closes = path_rule or len(groups[2]) > 0
+    closes, stamp = path_rule or len(groups[2]) > 0, largest[0]
     frontier_row, frontier = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
     new_row, new = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
-    mark, expanded, stamp = np.zeros(n_probes, np.int64), np.zeros(n_probes, np.int64), 0
+    every_row, every, n_every = np.empty(active.size, np.int64), np.empty(active.size, np.int64), 0
+    n_cells = active.size if most < n_probes else 0
+    dropped_row, dropped_probe, n_dropped = np.empty(n_cells, np.int64), np.empty(n_cells, np.int64), 0
     n_active, n = np.zeros(n_states, np.int64), 0
     for row in range(n_states):
         begin = n
@@ -429,11 +486,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
             frontier[n] = p
             n += 1
         if len(retained):
-            for p in range(n_probes):
-                if retained[row, p] and not active[row, p]:
-                    active[row, p] = True
-                    frontier[n] = p
-                    n += 1
+            n = _append_retained(retained, row, active, frontier, n)
             if closes:
                 stamp += 1
                 end = _close(
@@ -452,6 +505,8 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
                     _times_best_parent(parent_ptr, parent_idx, scores, row, p)
     n_rounds = 0
     while True:
+        every_row[n_every : n_every + n], every[n_every : n_every + n] = frontier_row[:n], frontier[:n]
+        n_every += n
         if not everything:
             _score_round(net, x, n_states, input_of, groups, frontier_row, frontier, n, scores)
             if path_rule:
@@ -483,46 +538,47 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
             if closes:
                 n_new = _close(parent_ptr, parent_idx, path_rule, groups, active, row, mark, stamp, new, begin, n_new)
             if n_active[row] + n_new - begin > most:
-                n_new = _admit(
-                    parent_ptr, parent_idx, path_rule, groups, active, dropped, scores, row, most - n_active[row],
-                    expanded, stamp, new, begin, children_end,
+                n_new, refused = _admit(
+                    parent_ptr, parent_idx, path_rule, groups, active, scores, row, most - n_active[row], expanded,
+                    stamp, admitted, largest[1], new, begin, children_end,
                 )  # fmt: skip
+                largest[1] += 1 + children_end - begin
+                for child in refused:
+                    if not dropped[row, child]:
+                        dropped[row, child] = True
+                        dropped_row[n_dropped], dropped_probe[n_dropped] = row, child
+                        n_dropped += 1
             for k in range(begin, n_new):
                 active[row, new[k]] = True
-                dropped[row, new[k]] = False
             new_row[begin:n_new] = row
             n_active[row] += n_new - begin
         frontier_row, frontier, new_row, new, n = new_row, new, frontier_row, frontier, n_new
         if n == 0:
             break
+    largest[0] = stamp
+    ptr = np.zeros(n_states + 1, np.int64)
+    for row in range(n_states):
+        ptr[row + 1] = ptr[row] + n_active[row]
+    probes = _by_state(every_row[:n_every], every[:n_every], ptr, active)
+    values, fired, at = np.empty(n_every, np.float32), np.empty(n_every, np.bool_), 0
+    for row in range(n_states):
+        while at < ptr[row + 1]:
+            values[at] = scores[row, probes[at]]
+            fired[at] = values[at] > alert[probes[at]]
+            at += 1
+    n = 0
+    for i in range(n_dropped):
+        row, child = dropped_row[i], dropped_probe[i]
+        dropped[row, child] = False
+        if not active[row, child]:  # with another of its parents it fitted later
+            dropped_row[n], dropped_probe[n] = row, child
+            n += 1
     if everything:
-        for row in range(n_states):
-            for p in range(n_probes):
-                if not active[row, p]:
-                    scores[row, p] = 0
-
-
-@_compiled
-def collect(active: Array, dropped: Array, scores: Array, alert: Array) -> Any:
-    """Return active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; and how
-    many were dropped `[N]`.
-    """
-    n_states, n_probes = active.shape
-    ptr, n_dropped = np.zeros(n_states + 1, np.int64), np.zeros(n_states, np.int64)
-    for row in range(n_states):
-        n, m = 0, 0
-        for p in range(n_probes):
-            n += active[row, p]
-            m += dropped[row, p]
-        ptr[row + 1], n_dropped[row] = ptr[row] + n, m
-    probes, values, fired = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32), np.empty(ptr[-1], np.bool_)
-    at = 0
-    for row in range(n_states):
-        for p in range(n_probes):
-            if active[row, p]:
-                probes[at], values[at], fired[at] = p, scores[row, p], scores[row, p] > alert[p]
-                at += 1
-    return ptr, probes, values, fired, n_dropped
+        scores[:] = 0
+    for i in range(n_every):
+        active[every_row[i], every[i]] = False
+        scores[every_row[i], every[i]] = 0
+    return ptr, probes, values, fired, dropped_row[:n].copy(), dropped_probe[:n].copy()
 
 
 @_compiled

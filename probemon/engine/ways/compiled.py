@@ -7,7 +7,9 @@ outcome = way.evaluate(plan, inputs, retained, keep)
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,14 +18,17 @@ from torch import Tensor
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import Inputs, check_states
 from probemon.core.plan import CascadePlan
+from probemon.core.scores import Floats
 from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.engine.cascade import Descent, PairRequests
-from probemon.engine.kernels.numba_compiled import Array, best, collect, descend
+from probemon.engine.kernels.numba_compiled import Array, best, descend
 from probemon.engine.kernels.numba_cpu import views_of
 from probemon.engine.memory.arena import ResidentArena
 from probemon.engine.outcome import Outcome, OutcomeMaker
 from probemon.errors import ConfigError
 from probemon.packs.pack import ProbePack
+
+_KEPT_CELLS = 8 << 20  # (state, probe) cells whose arrays a thread keeps, six bytes each
 
 
 class Compiled:
@@ -35,22 +40,26 @@ class Compiled:
         self._pack, self._arena, self._block_of, self._outcomes = pack, arena, block_of, outcomes
         self._n_blocks, self._everything = 1 + int(block_of.max()), everything
         self._alert = pack.alert_threshold.numpy()
-        self._net = CompiledNet(arena.weights)
+        self._net, self._all_checked = CompiledNet(arena.weights), False
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
-        step = self._descend(plan, inputs, retained)
+        found = self._descend(plan, inputs, retained)
         # In fp64, as in `OutcomeMaker.is_small`: then no state is unseen.
-        if step.dropped.any() or not float(inputs.largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf:
+        is_small = float(inputs.largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf
+        if len(found.dropped_rows) or not is_small:
+            step = found.descent(self._pack.n_probes)
             outcome = self._outcomes.of(plan, step, inputs.largest, retained, keep, everything=self._everything)
             self._arena.used(int(outcome.n_evaluated.sum()))
             return outcome
-        ptr, probes, values, fired, none = collect(step.active, step.dropped, step.scores, self._alert)
-        n_active = ptr[1:] - ptr[:-1]
+        n_active = found.ptr[1:] - found.ptr[:-1]
         most = plan.config.keep_top_k if plan.config.aggressive_pruning else self._pack.n_probes
-        kept = best(ptr, probes, values, plan.exempt, keep, most)
+        kept = best(found.ptr, found.probes, found.values, plan.exempt, keep, most)
         n_evaluated = np.full(len(inputs), self._pack.n_probes) if self._everything else n_active
         self._arena.used(int(n_evaluated.sum()))
-        return Outcome(ptr, probes, values, fired, n_active, none, n_evaluated, none, none, none, kept)
+        none = np.zeros(len(inputs), dtype=np.int64)
+        return Outcome(
+            found.ptr, found.probes, found.values, found.fired, n_active, none, n_evaluated, none, none, none, kept
+        )
 
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
@@ -58,9 +67,9 @@ class Compiled:
         yield from ()  # it asks for nothing
         return self.evaluate(plan, inputs, retained, keep)
 
-    def _descend(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> Descent:
+    def _descend(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> FoundActive:
         tree, checked = plan.tree, self._arena.checked  # asked before anything is read: the file may have been cut
-        active, dropped, scores = self._net.descend(
+        found = self._net.descend(
             (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),
             tree.groups,
             self._block_of,
@@ -70,16 +79,42 @@ class Compiled:
             plan.start,
             retained,
             plan.expand_threshold,
+            self._alert,
             path_rule=plan.path_rule,
             max_rounds=plan.config.max_rounds,
             max_active=plan.config.max_loaded_probes,
             everything=self._everything,
         )
         # Weights are checked when they are first used, before anybody is shown what came of them.
-        if not checked.all():
-            used = ~checked if self._everything else active.any(axis=0) & ~checked
-            if used.any():
-                self._arena.check(np.flatnonzero(used))
+        if not self._all_checked:
+            used = np.arange(len(checked)) if self._everything else found.probes
+            new = used[~checked[used]]
+            if len(new):
+                self._arena.check(np.unique(new).astype(np.int64))
+            self._all_checked = bool(checked.all())
+        return found
+
+
+@dataclass(frozen=True)
+class FoundActive:
+    """Holds the active probes of N states, state by state: `ptr [N+1]`, ids, scores, which are over their alert
+    thresholds `[E]`; and which probes were dropped of which states `[F]`.
+    """
+
+    ptr: Ints
+    probes: Ints
+    values: Floats
+    fired: Mask
+    dropped_rows: Ints
+    dropped_probes: Ints
+
+    def descent(self, n_probes: int) -> Descent:
+        """Return the same as sets of all probes."""
+        n = len(self.ptr) - 1
+        active, dropped = np.zeros((n, n_probes), dtype=bool), np.zeros((n, n_probes), dtype=bool)
+        scores, rows = np.zeros((n, n_probes), dtype=np.float32), np.repeat(np.arange(n), np.diff(self.ptr))
+        active[rows, self.probes], scores[rows, self.probes] = True, self.values
+        dropped[self.dropped_rows, self.dropped_probes] = True
         return Descent(active, dropped, scores)
 
 
@@ -87,14 +122,14 @@ class CompiledNet:
     """Calls compiled code over stacked weights on a CPU, which must stay alive."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._net = views_of(weights)
+        self._net, self._work = views_of(weights), _Work()
 
     def descend(
         self, links: tuple[Array, Array, Array, Array], groups: SoftmaxGroups, input_of: Array, n_inputs: int,
-        hidden: Tensor, n_states: int, start: Array, retained: Array | None, threshold: Array,
+        hidden: Tensor, n_states: int, start: Array, retained: Array | None, threshold: Array, alert: Array,
         *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
-    ) -> tuple[Array, Array, Array]:  # fmt: skip
-        """Return active and dropped `[N, P]` bool, scores `[N, P]`.
+    ) -> FoundActive:  # fmt: skip
+        """Descend for N states.
 
         `links`: child_ptr, child_idx, parent_ptr, parent_idx of a hierarchy that was checked; `groups`: its softmax
         groups, of which `start` has all members or none.
@@ -116,11 +151,46 @@ class CompiledNet:
                 f" probes for {shape[1]}, retained sets {None if retained is None else retained.shape}: give N states"
                 f" for each input, and retained sets {list(shape)}"
             )
-        active, dropped, scores = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
-        descend(
+        return FoundActive(*descend(
             self._net, *links, (groups.of, groups.ptr, groups.members), input_of,
             hidden.to(torch.float32).contiguous().view(-1).numpy(), start,
-            np.empty((0, shape[1]), np.bool_) if retained is None else retained, threshold,
-            path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped, scores,
-        )  # fmt: skip
+            np.empty((0, shape[1]), np.bool_) if retained is None else retained, threshold, alert,
+            path_rule, -1 if max_rounds is None else max_rounds, max_active, everything,
+            self._work.cells(*shape), self._work.marks(shape[1]),
+        ))  # fmt: skip
+
+
+class _Work(threading.local):
+    """Holds a thread's arrays of all probes, which a descent leaves as it found them: to make them anew for each token
+    would cost what there is, not what is evaluated.
+    """
+
+    def __init__(self) -> None:
+        self._n_cells, self._flat = 0, _zeros(1, 0)
+        self._marks = self._new_marks(0)
+
+    def cells(self, n_states: int, n_probes: int) -> tuple[Array, Array, Array]:
+        """Return active, dropped and scores `[N, P]`, all zeros."""
+        n = n_states * n_probes
+        if n > _KEPT_CELLS:
+            return _zeros(n_states, n_probes)
+        if n > self._n_cells:
+            self._n_cells, self._flat = n, _zeros(1, n)
+        active, dropped, scores = (array[0, :n].reshape(n_states, n_probes) for array in self._flat)
         return active, dropped, scores
+
+    def marks(self, n_probes: int) -> tuple[Array, Array, Array, Array]:
+        """Return three arrays `[P]` of marks, and the largest that were made `[2]`."""
+        if len(self._marks[0]) != n_probes:
+            self._marks = self._new_marks(n_probes)
+        return self._marks
+
+    @staticmethod
+    def _new_marks(n_probes: int) -> tuple[Array, Array, Array, Array]:
+        mark, expanded, admitted = (np.zeros(n_probes, np.int64) for _ in range(3))
+        return mark, expanded, admitted, np.zeros(2, np.int64)
+
+
+def _zeros(n_states: int, n_probes: int) -> tuple[Array, Array, Array]:
+    shape = (n_states, n_probes)
+    return np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)

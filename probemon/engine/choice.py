@@ -29,6 +29,7 @@ BATCH = 64  # states of the measured batch: a prompt or a document, against one 
 _REPEATS = 7
 # Weights read and pairs scored in a trial of exhaustive evaluation; a larger pack's time is scaled up.
 _EXHAUSTIVE_BYTES, _EXHAUSTIVE_PAIRS = 32 << 20, 1 << 16
+_BATCH_CELLS = 1 << 20  # (state, probe) cells of the measured batch: of a large pack it has fewer states
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,21 @@ class Trial:
 
     def choose(self, plan: CascadePlan) -> Choice:
         """Time both strategies on the pack's golden states (on random ones where it has none)."""
-        states, kind = self._states()
+        n = min(BATCH, max(2, _BATCH_CELLS // self.pack.n_probes))
+        states, kind = self._states(n)
         step, step_why = self._faster(plan, self.inputs.make({site: x[:1] for site, x in states.items()}))
         batch, batch_why = self._faster(plan, self.inputs.make(states))
-        why = f"measured on {kind} states: one token {step_why}; {BATCH} tokens {batch_why}"
+        why = f"measured on {kind} states: one token {step_why}; {n} tokens {batch_why}"
         return Choice(step, batch, why, measured=True)
 
-    def _states(self) -> tuple[dict[str, Tensor], str]:
+    def _states(self, n: int) -> tuple[dict[str, Tensor], str]:
         golden, sites = self.pack.golden_hidden, self.pack.sites
         if golden is not None and len(golden):
-            repeated = golden[torch.arange(BATCH, device="cpu") % len(golden)]
+            repeated = golden[torch.arange(n, device="cpu") % len(golden)]
             states, kind = {site: repeated[:, i] for i, site in enumerate(sites)}, "golden"
         else:
             generator = torch.Generator().manual_seed(0)
-            size = (BATCH, self.pack.architecture.hidden_size)
+            size = (n, self.pack.architecture.hidden_size)
             random = [torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for _ in sites]
             states, kind = dict(zip(sites, random, strict=True)), "random"
         # Sites that only other packs of the arena read have to be there, whatever is in them.

@@ -29,7 +29,6 @@ _compiled = njit(cache=True, nogil=True)
 _LANES = 16
 _MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
 _SPARSE = 32  # where fewer than one in so many probes is meant, a list of them is sorted, else all probes are walked
-_BLOCK = 64  # probes of a retained set that are looked at at once
 
 
 def _dot_tile(n_rows: int, n_states: int) -> Any:
@@ -419,24 +418,6 @@ def _admit(
 
 
 @_compiled
-def _append_retained(retained: Array, row: int, active: Array, probes: Array, end: int) -> int:
-    """Append to `probes` what a row retained and is not active yet, mark it active, and return the new end."""
-    n_probes = retained.shape[1]
-    for begin in range(0, n_probes, _BLOCK):
-        stop = min(begin + _BLOCK, n_probes)
-        some = False
-        for p in range(begin, stop):  # many at once: a retained set is a handful among all probes
-            some |= retained[row, p]
-        if some:
-            for p in range(begin, stop):
-                if retained[row, p] and not active[row, p]:
-                    active[row, p] = True
-                    probes[end] = p
-                    end += 1
-    return end
-
-
-@_compiled
 def _by_state(rows: Array, probes: Array, ptr: Array, active: Array) -> Array:
     """Return the active probes state by state, ascending: `rows [E]`, `probes [E]` are all of them in any order."""
     n_states, n_probes = active.shape
@@ -462,39 +443,43 @@ def _by_state(rows: Array, probes: Array, ptr: Array, active: Array) -> Array:
 def descend(  # noqa: C901, PLR0915 (compiled as one)
     net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, groups: Any, input_of: Array,
     x: Array, start: Array, retained: Array, threshold: Array, alert: Array, path_rule: bool, max_rounds: int,
-    most: int, everything: bool, cells: Any, marks: Any,
+    most: int, everything: bool, cells: Any, lists: Array, marks: Any,
 ) -> Any:  # fmt: skip
     """Descend as probemon.engine.cascade does. Return active probes state by state, `ptr [N+1]`, ids `[E]`, scores
     `[E]`, which are over `alert [P]`; and what was dropped: rows `[F]`, probes `[F]`.
 
-    `cells`: active, dropped, scores `[N, P]`, zeros before and after. `marks`: three `[P]` for any use, and the largest
-    numbers in them `[2]`. So a descent does as much as it evaluates, however many probes there are.
+    `retained`: which `row * P + probe` begin active, ascending. `cells`: active, dropped, scores `[N, P]`, zeros before
+    and after. `lists [8, N * P]`: for any use. `marks`: three `[P]`, for any use but by others, and the largest numbers
+    in them `[2]`. So a descent does as much as it evaluates, however many probes there are.
     """
     (active, dropped, scores), (mark, expanded, admitted, largest) = cells, marks
     n_states, n_probes = active.shape
     closes, stamp = path_rule or len(groups[2]) > 0, largest[0]
-    frontier_row, frontier = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
-    new_row, new = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
-    every_row, every, n_every = np.empty(active.size, np.int64), np.empty(active.size, np.int64), 0
-    n_cells = active.size if most < n_probes else 0
-    dropped_row, dropped_probe, n_dropped = np.empty(n_cells, np.int64), np.empty(n_cells, np.int64), 0
-    n_active, n = np.zeros(n_states, np.int64), 0
+    frontier_row, frontier, new_row, new = lists[0], lists[1], lists[2], lists[3]
+    every_row, every, n_every = lists[4], lists[5], 0
+    dropped_row, dropped_probe, n_dropped = lists[6], lists[7], 0
+    n_active, n, at = np.zeros(n_states, np.int64), 0, 0
     for row in range(n_states):
         begin = n
         for p in start:
             active[row, p] = True
             frontier[n] = p
             n += 1
-        if len(retained):
-            n = _append_retained(retained, row, active, frontier, n)
-            if closes:
-                stamp += 1
-                end = _close(
-                    parent_ptr, parent_idx, path_rule, groups, active, row, mark, stamp, frontier, begin + len(start), n
-                )
-                for i in range(n, end):
-                    active[row, frontier[i]] = True
-                n = end
+        while at < len(retained) and retained[at] < (row + 1) * n_probes:
+            p = retained[at] - row * n_probes
+            at += 1
+            if not active[row, p]:
+                active[row, p] = True
+                frontier[n] = p
+                n += 1
+        if closes:
+            stamp += 1
+            end = _close(
+                parent_ptr, parent_idx, path_rule, groups, active, row, mark, stamp, frontier, begin + len(start), n
+            )
+            for i in range(n, end):
+                active[row, frontier[i]] = True
+            n = end
         frontier_row[begin:n] = row
         n_active[row] = n - begin
     if everything:

@@ -28,7 +28,10 @@ from probemon.engine.outcome import Outcome, OutcomeMaker
 from probemon.errors import ConfigError
 from probemon.packs.pack import ProbePack
 
-_KEPT_CELLS = 8 << 20  # (state, probe) cells whose arrays a thread keeps, six bytes each
+# (state, probe) cells whose arrays a thread keeps: six bytes each, and 64 of the lists. The pages of longer lists are
+# touched only as far as there is something to list.
+_KEPT_CELLS, _KEPT_LISTS = 8 << 20, 256 << 10
+_NOTHING = np.empty(0, np.int64)
 
 
 class Compiled:
@@ -154,9 +157,9 @@ class CompiledNet:
         return FoundActive(*descend(
             self._net, *links, (groups.of, groups.ptr, groups.members), input_of,
             hidden.to(torch.float32).contiguous().view(-1).numpy(), start,
-            np.empty((0, shape[1]), np.bool_) if retained is None else retained, threshold, alert,
+            _NOTHING if retained is None else np.flatnonzero(retained), threshold, alert,
             path_rule, -1 if max_rounds is None else max_rounds, max_active, everything,
-            self._work.cells(*shape), self._work.marks(shape[1]),
+            self._work.cells(*shape), self._work.lists(n_states * shape[1]), self._work.marks(shape[1]),
         ))  # fmt: skip
 
 
@@ -167,6 +170,7 @@ class _Work(threading.local):
 
     def __init__(self) -> None:
         self._n_cells, self._flat = 0, _zeros(1, 0)
+        self._lists = np.empty((8, 0), np.int64)
         self._marks = self._new_marks(0)
 
     def cells(self, n_states: int, n_probes: int) -> tuple[Array, Array, Array]:
@@ -178,6 +182,14 @@ class _Work(threading.local):
             self._n_cells, self._flat = n, _zeros(1, n)
         active, dropped, scores = (array[0, :n].reshape(n_states, n_probes) for array in self._flat)
         return active, dropped, scores
+
+    def lists(self, n: int) -> Array:
+        """Return arrays in which n cells can be listed, `[8, n]` or longer."""
+        if n > _KEPT_LISTS:
+            return np.empty((8, n), np.int64)
+        if n > self._lists.shape[1]:
+            self._lists = np.empty((8, n), np.int64)
+        return self._lists
 
     def marks(self, n_probes: int) -> tuple[Array, Array, Array, Array]:
         """Return three arrays `[P]` of marks, and the largest that were made `[2]`."""

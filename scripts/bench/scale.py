@@ -1,0 +1,136 @@
+"""What the number of probes costs: packs of 1,000 to 100,000 opened and made managers of, and steps that evaluate as
+many probes in each.
+
+    found = measure((1000, 10_000, 100_000), n_steps=200)
+    found["rows"], found["claims"]
+
+Weights, hierarchies (nine levels, a third of the probes with two parents) and states are random. The threshold that
+opens concepts is set for each pack so that a step evaluates some 200 probes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.timing import interleaved, rows_of, summary, wall_clock
+from probemon import DynamicProbeManager, ProbePack
+from probemon.core.scores import RowState
+
+HIDDEN = 576
+N_EVALUATED = 200
+N_ROOTS = 20
+_GROWTH = (1, 4, 12, 24, 36, 48, 60, 60)  # of the levels below the roots
+_OPENED = 9
+_WARM = 20
+
+
+def measure(numbers: Sequence[int], n_steps: int) -> dict[str, Any]:
+    """Rows and claims of the packs' sizes, ascending: what is claimed compares the last with the first."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch:
+        packs = {n: _written(Path(scratch) / str(n), n) for n in numbers}
+        managers = {n: _evaluating(pack) for n, pack in packs.items()}
+        rows = [row for n, manager in managers.items() for row in _begun(manager, n)]
+        steps = _steps(managers, n_steps)
+    [opened] = [row for row in rows if row["part"] == "open at scale" and row["n_probes"] == numbers[-1]]
+    middle = {row["n_probes"]: row["median_us"] for row in steps}
+    claims = {
+        "open_100k_ms": opened["median_us"] / 1e3,
+        "step_100k_vs_1k": middle[numbers[-1]] / middle[numbers[0]],
+    }
+    return {"rows": [*rows, *steps], "claims": claims}
+
+
+def _written(folder: Path, n: int) -> ProbePack:
+    rng, generator = np.random.default_rng(n), torch.Generator().manual_seed(n)
+    sizes = [N_ROOTS, *((n - N_ROOTS) * np.array(_GROWTH) // sum(_GROWTH)).tolist()]
+    sizes[-1] += n - sum(sizes)
+    concepts, first = [], 0
+    for above, size in zip([0, *sizes], sizes, strict=False):
+        for i in range(size):
+            parents = set(rng.integers(first - above, first, size=1 + (i % 3 == 0)).tolist()) if above else set()
+            concepts.append(
+                {"id": f"random-{len(concepts)}", "name": "random", "parents": [f"random-{p}" for p in sorted(parents)]}
+            )
+        first += size
+    return ProbePack.write(
+        folder,
+        name="random-scale",
+        concepts=concepts,
+        weights={
+            "w1": (torch.randn(n, 1, HIDDEN, generator=generator) / HIDDEN**0.5).to(torch.bfloat16),
+            "b1": torch.zeros(n, 1),
+        },
+        score_rule="independent",
+        inputs=[{"site": "resid_post.0", "norm": "none"}],
+        host={"hidden_size": HIDDEN},
+        licence="Apache-2.0",
+        card="Random weights, for measuring time only.\n",
+        alert_threshold=torch.full((n,), 0.9),
+    )
+
+
+def _begun(manager: DynamicProbeManager, n: int) -> list[dict[str, Any]]:
+    """How long a pack takes to open, and a manager of it to make, with everything in the page cache."""
+    assert isinstance(manager.pack, ProbePack)
+    calls: dict[str, Callable[[], object]] = {
+        "open at scale": partial(ProbePack.open, manager.pack.directory),
+        "manager at scale": partial(_manager, manager.pack, manager.config.load_threshold),
+    }
+    where = {"n_probes": n, "hidden": HIDDEN, "dtype": "bfloat16", "method": "ours"}
+    rows = []
+    for part, call in calls.items():
+        taken = [wall_clock(call) for _ in range(_OPENED + 1)][1:]
+        rows.append({"part": part, **where, **summary(taken)})
+    return rows
+
+
+def _manager(pack: ProbePack, threshold: float, strategy: str = "auto") -> DynamicProbeManager:
+    return DynamicProbeManager(pack, load_threshold=threshold, strategy=strategy, max_loaded_probes=pack.n_probes)
+
+
+def _states(n: int) -> torch.Tensor:
+    return torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+def _steps(managers: dict[int, DynamicProbeManager], n_steps: int) -> list[dict[str, Any]]:
+    """Steps of one row through the same states, the packs in turns."""
+    states, rows = _states(n_steps), dict[int, RowState | None].fromkeys(managers)
+    counts: dict[int, list[int]] = {n: [] for n in managers}
+
+    def step(n: int, at: int) -> None:
+        rows[n], scores = managers[n].step(rows[n] if at % n_steps else None, states[at % n_steps : at % n_steps + 1])
+        counts[n].append(int(scores.coverage.evaluated[0]))
+
+    taken = interleaved({str(n): partial(step, n) for n in managers}, n_steps, n_warm=_WARM)
+    found = []
+    for n in managers:
+        where = {"part": "step at scale", "n_probes": n, "hidden": HIDDEN, "dtype": "bfloat16", "batch": 1}
+        where["evaluated"] = round(float(np.mean(counts[n][_WARM:])), 1)
+        found += rows_of({"ours": taken[str(n)]}, where, ours="ours", floor=None)
+    return found
+
+
+def _evaluating(pack: ProbePack) -> DynamicProbeManager:
+    """A manager whose steps evaluate about `N_EVALUATED` probes of a pack."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        manager = _manager(pack, (low + high) / 2, "descent")
+        state: RowState | None = None
+        evaluated = []
+        for hidden in _states(100).split(1):
+            state, scores = manager.step(state, hidden)
+            evaluated.append(int(scores.coverage.evaluated[0]))
+        mean = statistics.mean(evaluated)
+        if abs(mean - N_EVALUATED) <= 0.02 * N_EVALUATED:
+            break
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean > N_EVALUATED else (low, middle)
+    return manager

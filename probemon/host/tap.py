@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probemon.core.probes import is_recurrent
+from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import NotSupportedHost
 from probemon.host.compiled import Buffers
+from probemon.host.internals import uncompiled
 from probemon.host.model import find_layers, site_module
 from probemon.host.placed_hooks import PlacedHook
 from probemon.host.recurrent.state_sites import recurrent_site
@@ -40,7 +41,7 @@ class Tap:
     """
 
     def __init__(self, model: Any, sites: Sequence[str | Site], callback: Callback) -> None:
-        _, layers = find_layers(model)
+        decoder, layers = find_layers(model)
         places = [
             recurrent_site(model, site) if isinstance(site, str) and is_recurrent(site) else site for site in sites
         ]
@@ -49,6 +50,12 @@ class Tap:
             (str(place), place.module if isinstance(place, Site) else _of_one_layer(layers, place)) for place in places
         ]
         self._callback = callback
+        self._layers = layers
+        self._holders = [
+            (part, name) for part in decoder.modules() for name, one in part.named_children() if one is layers
+        ]
+        numbers = {site: parse_site(site)[1] for site in sites if isinstance(site, str)}
+        self._standing = {site: (number, uncompiled(layers[number])) for site, number in numbers.items()}
         self.placed: list[PlacedHook] = []
         self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
         self._stack = ExitStack()
@@ -70,6 +77,18 @@ class Tap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def stands(self, site: str) -> bool:
+        """Whether the layer that is read still stands where the site says: layers may be removed, or change places."""
+        number, layer = self._standing.get(site, (0, None))
+        if layer is None:  # a place of the caller's own
+            return True
+        layers = self._layers
+        return (
+            number < len(layers)
+            and uncompiled(layers[number]) is layer
+            and all(getattr(part, name, None) is layers for part, name in self._holders)
+        )
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
         # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not

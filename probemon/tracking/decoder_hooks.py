@@ -297,6 +297,8 @@ class DecoderHooks:
             elif own is None and not thread.inside:
                 self._report_layer_alone(site)
             return
+        if not self._tap.stands(site):  # told at the end of the forward, as where the layer did not run
+            return
         begin = time.perf_counter()
         with self.batches.reporting() if thread.open_recording is None else nullcontext():
             if site in thread.seen_sites:
@@ -394,8 +396,8 @@ class DecoderHooks:
                     pending.recording,
                     int(columns.min()),
                     int(columns.max()),
-                    f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was"
-                    " skipped or compiled",
+                    f"a forward of the host ended without reaching {missing}: our hook was removed, the layer was"
+                    " skipped or compiled, or another one was put in its place",
                 )
         thread.pending = unscored
         self._score_pending(f"the host did not run through {', '.join(missing)}")

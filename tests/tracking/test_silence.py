@@ -450,3 +450,68 @@ def test_rows_of_a_cache_that_were_moved_are_told_by_their_masks_where_their_ids
     assert kept.coverage.n_unseen == 2 and (kept.row == 0).sum() == 8 and (kept.row == 1).sum() == 9
     with pytest.raises(AlignmentError, match=r"row 0: column 1 is a token .* was padding when the cache was made"):
         second_turn([1, 0])
+
+
+class Louder(torch.nn.Module):
+    """A layer with something around it that was put there later."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs) + 1
+
+
+def exchange(layers):
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def wrap(layers):
+    layers[1] = Louder(layers[1])
+
+
+def rotate(decoder):
+    decoder.layers = torch.nn.ModuleList([*list(decoder.layers)[1:], decoder.layers[0]])
+
+
+@pytest.mark.parametrize("way", ["generate", "loop", "document"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda decoder: exchange(decoder.layers),
+        lambda decoder: decoder.layers.__delitem__(0),
+        rotate,
+        lambda decoder: wrap(decoder.layers),
+    ],
+    ids=["exchanged", "removed", "rotated", "wrapped"],
+)
+def test_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_its_site(manager, change, way):
+    """Its hook runs on, and its states are those of another depth than the pack was made for."""
+    host, gaps = make_model(), []
+    for told in ({}, {"on_gap": gaps.append}):
+        with manager.attach(host, **told) as run, torch.no_grad():
+            before = list(host.model.layers)
+            host(IDS[:, :3])
+            change(host.model)
+            try:
+                with nullcontext() if told else pytest.raises(AlignmentError, match="put in its place"):
+                    if way == "generate":
+                        out = host.generate(IDS, use_cache=False, **GREEDY)
+                    elif way == "loop":
+                        with run.generating(from_column=IDS.shape[1]):
+                            host(out := IDS, use_cache=False)
+                    else:
+                        host(out := IDS, use_cache=False)
+            finally:
+                host.model.layers = torch.nn.ModuleList(before)
+    assert gaps and run.result(out).coverage.n_unseen == out.numel()
+    assert run.result(IDS[:, :3]).coverage.n_unseen == 0
+
+
+def test_a_layer_that_was_compiled_in_its_place_still_stands_there(manager):
+    host = make_model()
+    with manager.attach(host) as run, torch.no_grad():
+        host.model.layers[1] = torch.compile(host.model.layers[1], backend="eager")
+        host(IDS)
+    assert run.result(IDS).coverage.n_unseen == 0

@@ -36,7 +36,7 @@ def measure(numbers: Sequence[int], n_steps: int) -> dict[str, Any]:
     """Rows and claims of the packs' sizes, ascending: what is claimed compares the last with the first."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch:
         packs = {n: _written(Path(scratch) / str(n), n) for n in numbers}
-        managers = {n: _evaluating(pack) for n, pack in packs.items()}
+        managers = {n: _evaluating(pack, _states(n_steps)) for n, pack in packs.items()}
         rows = [row for n, manager in managers.items() for row in _begun(manager, n)]
         steps = _steps(managers, n_steps)
     [opened] = [row for row in rows if row["part"] == "open at scale" and row["n_probes"] == numbers[-1]]
@@ -118,14 +118,14 @@ def _steps(managers: dict[int, DynamicProbeManager], n_steps: int) -> list[dict[
     return found
 
 
-def _evaluating(pack: ProbePack) -> DynamicProbeManager:
-    """A manager whose steps evaluate about `N_EVALUATED` probes of a pack."""
+def _evaluating(pack: ProbePack, states: torch.Tensor) -> DynamicProbeManager:
+    """A manager whose steps through states evaluate about `N_EVALUATED` probes of a pack."""
     low, high = 0.0, 1.0
     for _ in range(12):
         manager = _manager(pack, (low + high) / 2, "descent")
         state: RowState | None = None
         evaluated = []
-        for hidden in _states(100).split(1):
+        for hidden in states.split(1):
             state, scores = manager.step(state, hidden)
             evaluated.append(int(scores.coverage.evaluated[0]))
         mean = statistics.mean(evaluated)

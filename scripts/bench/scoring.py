@@ -9,7 +9,7 @@ methods have the same ones at the same time, so that none finds its weights in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -99,6 +99,18 @@ class Bank:
             [module_of({name: w[i] for name, w in stack.items()}, self.dtype) for i in range(cell.n_probes)]
             for stack in self.stacks
         ]
+
+
+def ratios_to_best_other(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], float]:
+    """How long ours takes over the fastest other way, by cell: hidden size, dtype, states, probes."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        cell = row["hidden"], row["dtype"], row["batch"], row["n_probes"]
+        cells.setdefault(cell, {})[row["method"]] = row["median_us"]
+    return {
+        cell: taken["ours (numba)"] / min(us for name, us in taken.items() if not name.startswith(("ours", "floor")))
+        for cell, taken in cells.items()
+    }
 
 
 def exact_scores(stack: Mapping[str, Tensor], x: Tensor) -> Tensor:

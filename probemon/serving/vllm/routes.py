@@ -169,7 +169,7 @@ class _Routes:
         log = self._client.log_of(name) or self._client.log_of(f"{name}-0")  # of a completion, its first prompt
         if log is None:
             raise RequestRefused(
-                f"request {name!r:.100} is not kept: the newest {self._served.limits.kept_requests} are",
+                f"request {name!r:.100} is not kept: the newest {self._served.limits.kept_requests} that ended are",
                 status=404,
                 code="request_forgotten",
             )

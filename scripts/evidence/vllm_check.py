@@ -102,7 +102,10 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
     if "sampled" in found:
         claims["ended_at_stop_strings"] = {"value": found["sampled"]["n_at_stop_strings"], "bar": ">= 1"}
     if "held" in found:
-        claims["held_exact"] = {"value": int(all(one["exact"] for one in found["held"].values())), "bar": "1"}
+        claims["held_exact"] = {
+            "value": int(all(found["held"][stops]["exact"] for stops in ("in_step", "abort"))),
+            "bar": "1",
+        }
     if "server" in found:
         claims["served_exact"] = {"value": int(found["server"]["exact"]), "bar": "1"}
     if "stop" in found:

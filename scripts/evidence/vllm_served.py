@@ -36,7 +36,6 @@ from vllm_data import ROOT, cut_host, deployment, random_pack
 PACK = ROOT / "probes/wordnet-smollm2-135m"
 N_SOAK, AT_ONCE = 1000, 24
 SHOWN = ROOT / "examples/watch.yaml"  # the deployment file of docs/vllm.md
-EAGER = ("--enforce-eager",)  # to compile the whole demo model takes many minutes on a CPU
 CHAT = [{"role": "user", "content": "Tell me about whales."}]
 SAMPLED = {"temperature": 0.8, "seed": 1}
 ASKED: dict[str, dict[str, Any]] = {  # by what is asked of the server
@@ -238,8 +237,8 @@ async def _held(folder: Path, stops: str) -> Any:
 
 async def _several(client: VllmClient, engine: Any) -> Any:
     """Ask for three answers to one request: those that a rule stopped end, others do not, and all have their scores."""
-    params = SamplingParams(temperature=0.8, seed=2, n=3, max_tokens=40, output_kind=RequestOutputKind.FINAL_ONLY)
-    [output] = [one async for one in engine.generate("Animals such as", params, "several")]
+    params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=24, output_kind=RequestOutputKind.FINAL_ONLY)
+    [output] = [one async for one in engine.generate("My pets are a", params, "several")]
     reasons = list((await asyncio.to_thread(client.result, output)).coverage.unseen)
     logs = [client.log_of(f"{answer.index}_several") for answer in output.outputs]
     stopped = [log is not None and log.stop_column is not None for log in logs]
@@ -258,13 +257,13 @@ def server(folder: Path) -> Any:
     """
     port = 8917
     command = [sys.executable, "-m", "probemon", "vllm", "serve", "demo", "--deployment", str(SHOWN), "--port"]
-    command += [str(port), "--no-token", "--", "--max-model-len", "4096", *EAGER]
+    command += [str(port), "--no-token", "--", "--max-model-len", "4096"]
     address = f"http://127.0.0.1:{port}"
     with (folder / "server.log").open("w") as log:
         own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=own, cwd=ROOT)
         try:
-            ready = _wait_for(f"{address}/probemon/readyz", process, 600)
+            ready = _wait_for(f"{address}/probemon/readyz", process, 800)
             model = _json(f"{address}/v1/models")["data"][0]["id"]
             remote = RemoteScores(address, SHOWN)
             replies = {words: _reply(address, remote, model, asked) for words, asked in ASKED.items()}

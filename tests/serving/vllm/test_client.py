@@ -30,6 +30,21 @@ from probemon.tracking.recording import GAP, LAST
 from simulated_engine import SimulatedEngine
 
 
+@pytest.fixture(autouse=True)
+def closed_channels(monkeypatch):
+    """Close what a test that fails leaves open: zmq would wait for it for ever."""
+    made, begin = [], Channel.__init__
+
+    def noted(self, *arguments):
+        begin(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(Channel, "__init__", noted)
+    yield
+    for channel in made:
+        channel.close()
+
+
 @pytest.fixture
 def folder(tmp_path):
     grouped_packs.write(tmp_path / "pack", (), torch.bfloat16, sites=SITES)

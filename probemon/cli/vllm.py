@@ -45,7 +45,7 @@ def serve(
     no_token: NoToken = False,
     allow_remote: AllowRemote = False,
     allow_host: AllowHost = None,
-    keep_requests: Annotated[int, typer.Option(help="Requests whose scores are kept, the newest.", min=1)] = 100,
+    keep_requests: Annotated[int, typer.Option(help="Ended requests whose scores are kept, the newest.", min=1)] = 100,
 ) -> None:
     """Serve MODEL by vLLM, watched: OpenAI's API, and below /probemon/ scores, events, metrics and health.
 

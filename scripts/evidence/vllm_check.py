@@ -28,6 +28,7 @@ PARTS = (
     "speculation",
     "preemption",
     "bf16",
+    "sampled",
     "stop",
     "held",
     "canary",
@@ -39,6 +40,7 @@ PARTS = (
     "plain_soak",
     "tensor_parallel",
 )
+COMPARED = ("eager", "speculation", "preemption", "sampled", "compiled")  # in fp32 with transformers, token by token
 FLAT_MB = 30  # that a process may grow over the second half of the soak, beyond what vLLM alone does
 ALONE = ("held", "server", "soak", "plain_soak", "tensor_parallel")  # have processes of their own; others share one
 SECONDS = 900  # of one part
@@ -79,7 +81,7 @@ def run_parts(folder: Path, names: list[str]) -> dict[str, Any]:
 
 def claims_of(found: dict[str, Any]) -> dict[str, Any]:
     """Return what is claimed of the parts that ran."""
-    runs = [found[name] for name in ("eager", "speculation", "preemption", "compiled") if name in found]
+    runs = [found[name] for name in COMPARED if name in found]
     turns = [turn for run in runs for turn in run["turns"]]
     claims: dict[str, Any] = {}
     if turns:
@@ -97,6 +99,15 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
     ]
     if pairs:
         claims["outputs_identical"] = {"value": int(all(pairs)), "of": len(pairs), "bar": "1"}
+    if "sampled" in found:
+        claims["ended_at_stop_strings"] = {"value": found["sampled"]["n_at_stop_strings"], "bar": ">= 1"}
+    if "held" in found:
+        claims["held_exact"] = {
+            "value": int(all(found["held"][stops]["exact"] for stops in ("in_step", "abort"))),
+            "bar": "1",
+        }
+    if "server" in found:
+        claims["served_exact"] = {"value": int(found["server"]["exact"]), "bar": "1"}
     if "stop" in found:
         claims["stop_exact"] = {"value": int(found["stop"]["exact"] and found["stop"]["n_stopped"] > 0), "bar": "1"}
     if "compiled" in found:

@@ -1,5 +1,6 @@
 """Comparisons for the evidence on vLLM: of tokens, states and scores with those of transformers and of this package.
 
+answers(outputs)                                          # name, ids, length of the prompt: a row of a result each
 counts = attribution(results, outputs)                    # tokens, missing, cached
 states = kept_states("states.npz", outputs)               # by answer: columns and states, the last of each
 figures = against_transformers(model, manager, outputs, results, states, "resid_post.15")
@@ -20,12 +21,32 @@ from probemon.tracking.recording import LAST
 CLOSE = 1e-3  # of a score to a threshold, where another engine's last bits may decide
 
 
+def answers(outputs: list[Any]) -> list[tuple[str, list[int], int]]:
+    """Return the answers of outputs, in the order of a result's rows: the name that the worker knows each by, its ids,
+    and how many of them are the prompt's.
+    """
+    return [
+        (
+            f"{answer.index}_{output.request_id}" if len(output.outputs) > 1 else output.request_id,
+            [*output.prompt_token_ids, *answer.token_ids],
+            len(output.prompt_token_ids),
+        )
+        for output in outputs
+        for answer in output.outputs
+    ]
+
+
 def attribution(result: Any, outputs: list[Any]) -> dict[str, Any]:
     """Count what a result says of the tokens of some outputs."""
     reasons = list(result.coverage.unseen)
     last, cached = reasons.count(LAST), reasons.count(CACHED)
-    by_row = [sum(reasons[i] == CACHED for i in np.flatnonzero(result.row == row)) for row in range(len(outputs))]
-    told = [int(output.num_cached_tokens or 0) for output in outputs]
+    rows = [i for i, output in enumerate(outputs) for _ in output.outputs]
+    by_row = [sum(reasons[i] == CACHED for i in np.flatnonzero(result.row == row)) for row in range(len(rows))]
+    # Of several answers to one request vLLM tells the number of one of them.
+    told = [
+        by_row[row] if len(outputs[i].outputs) > 1 else int(outputs[i].num_cached_tokens or 0)
+        for row, i in enumerate(rows)
+    ]
     return {
         "tokens": len(result),
         "seen": int(result.coverage.seen.sum()),
@@ -79,9 +100,8 @@ def against_transformers(
     own_worst = own_flips = host_worst = host_flips = far_flips = pairs = fired_either = 0
     agree = n_rows = 0
     alert = manager.pack.alert_threshold.numpy()
-    for row, output in enumerate(outputs):
-        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        n_prompt, own = len(output.prompt_token_ids), kept[output.request_id]
+    for row, (name, ids, n_prompt) in enumerate(answers(outputs)):
+        own = kept[name]
         host = reference(model, ids, layer)
         tokens = np.flatnonzero((result.row == row) & result.coverage.seen)
         columns = result.position[tokens]

@@ -18,6 +18,9 @@ WORDS = {
     "fired_agreement": "(token, probe) pairs in bf16 that fire, or do not, as on transformers' states",
     "outputs_identical": "tokens and reasons to finish are those of the same engine without probemon",
     "stop_exact": "rows that a rule stopped end with the token that met it and the end; others are as without",
+    "ended_at_stop_strings": "answers that ended at a stop string, among those compared",
+    "held_exact": "held answers show what was scored, and nothing from the token on that met the rule",
+    "served_exact": "replies of this page's server, of each kind, have all their scores",
     "compiled_checked": "compiled, as vLLM is by default",
     "overhead_pct": "what scoring adds to a step of 8 rows, %",
     "canary_refused": "engines broken on purpose that did not start",
@@ -28,6 +31,7 @@ RUNS = {
     "speculation": "the same with drafts by n-grams",
     "preemption": "the same with few blocks",
     "bf16": "eager, bf16",
+    "sampled": "eager, sampled at temperature 0.8 with seeds",
     "compiled": "compiled",
     "tensor_parallel": "eager, two ranks",
 }
@@ -54,8 +58,9 @@ def runs(found: dict[str, Any]) -> list[str]:
     ]
     for name, words in RUNS.items():
         for i, turn in enumerate(found["parts"].get(name, {}).get("turns", ())):
+            asked = turn.get("asked", "again" * i)
             lines.append(
-                f"| {words}{', again' * i} | {turn['tokens']:,} | {turn['cached']:,} | {turn['missing']} |"
+                f"| {words}{f', {asked}' * bool(asked)} | {turn['tokens']:,} | {turn['cached']:,} | {turn['missing']} |"
                 f" {turn['wrong']} | {turn['state_rel_l2_max']:.1e}, {turn['state_rel_l2_mean']:.1e} |"
                 f" {turn['score_max_difference_same_states']:.1e} | {turn['fired_flips_other_engine']} of"
                 f" {turn['fired_in_either']:,} |"

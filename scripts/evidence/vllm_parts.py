@@ -11,8 +11,9 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,6 +41,7 @@ PACK = ROOT / "probes/wordnet-smollm2-135m"
 KEEPING = "vllm_workers.KeepingWorker"
 CHUNK, N_NEW = 64, 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=N_NEW, ignore_eos=True)
+STOP_STRINGS = [" the", ",", ".", " and"]
 RECORD = [{"concepts": ["animal"], "above": 0.5, "action": "record", "on_blind": "pass"}]
 
 
@@ -130,13 +132,12 @@ def watched_run(
     folder: Path,
     watched: Watched | None = None,
     *,
-    rounds: int = 1,
+    rounds: Mapping[str, Any] = MappingProxyType({"": GREEDY}),
     lengths: tuple[int, ...] = SHORTER,
     dtype: str = "float32",
-    params: Any = GREEDY,
     **arguments: Any,
 ) -> Any:
-    """Run the prompts, watched, and compare; with `rounds` 2 once more, when the prefix cache is warm."""
+    """Run the prompts, watched, and compare; once for each of `rounds`, which name how they are asked."""
     watched = watched or whole_host(folder)
     asked = prompts(tokenizer_of(watched.host), lengths)
     begin = time.perf_counter()
@@ -144,7 +145,7 @@ def watched_run(
         llm = engine(watched.host, client, dtype=dtype, **arguments)
         started = time.perf_counter() - begin
         outcomes = []
-        for turn in range(rounds):
+        for turn, params in enumerate(rounds.values()):
             llm.collective_rpc("keep_states", args=(True,))
             outputs = ask(llm, asked, params)
             result = client.result(outputs)
@@ -158,9 +159,10 @@ def watched_run(
     host, manager = transformers_host(watched.host, dtype), DynamicProbeManager(str(watched.pack))
     layer = int(watched.site.rpartition(".")[2])
     turns = []
-    for outputs, result, states, n_rows in outcomes:
+    for words, (outputs, result, states, n_rows) in zip(rounds, outcomes, strict=True):
         compared = against_transformers(host, manager, outputs, result, kept_states(states, watched.site), layer)
-        turns.append({**attribution(result, outputs), "rows": n_rows, **compared, "spoken": spoken(outputs)})
+        counts = attribution(result, outputs)
+        turns.append({"asked": words, **counts, "rows": n_rows, **compared, "spoken": spoken(outputs)})
         states.unlink()
     return {
         "n_requests": len(asked),
@@ -201,7 +203,7 @@ def decode_seconds(llm: LLM, asked: list[list[int]], n: int = 5) -> list[float]:
 
 def eager(folder: Path) -> Any:
     """Ten requests at once, prompts in chunks, twice: the second time most of them come from the prefix cache."""
-    return watched_run(folder, rounds=2, lengths=LENGTHS)
+    return watched_run(folder, rounds={"": GREEDY, "again": GREEDY}, lengths=LENGTHS)
 
 
 def plain_eager(folder: Path) -> Any:
@@ -218,7 +220,20 @@ def speculation(folder: Path) -> Any:
 def preemption(folder: Path) -> Any:
     """The same with so few blocks that requests are preempted."""
     long = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
-    return watched_run(folder, num_gpu_blocks_override=10, max_num_batched_tokens=256, params=long)
+    return watched_run(folder, num_gpu_blocks_override=10, max_num_batched_tokens=256, rounds={"": long})
+
+
+def sampled(folder: Path) -> Any:
+    """Sampled answers, several to a request, and answers that end at a stop string, of one engine."""
+    few, n_new = (3, 17, 40), {"max_tokens": N_NEW, "ignore_eos": True}
+    seeded = [SamplingParams(temperature=0.8, seed=seed, **n_new) for seed in range(len(few))]
+    several = [SamplingParams(temperature=0.8, seed=seed, n=2 + seed % 2, **n_new) for seed in range(len(few))]
+    stopped = [SamplingParams(temperature=0.8, seed=seed, stop=STOP_STRINGS, **n_new) for seed in range(len(few))]
+    rounds = {"": seeded, "n of 2 and 3": several, "stop strings": stopped}
+    # Prompts in one piece: vLLM cannot take back what a seeded generator drew for a part of one on a CPU.
+    run = watched_run(folder, rounds=rounds, lengths=few, max_num_batched_tokens=256)
+    finished = run["turns"][2]["spoken"]
+    return {**run, "n_at_stop_strings": sum(one["stop"] in STOP_STRINGS for one in finished)}
 
 
 def bf16(folder: Path) -> Any:
@@ -357,6 +372,7 @@ PARTS: dict[str, Callable[[Path], Any]] = {
         speculation,
         preemption,
         bf16,
+        sampled,
         stop,
         canary,
         overhead,

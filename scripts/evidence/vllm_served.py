@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from probemon.bundled import bundled_path
@@ -34,6 +35,21 @@ from vllm_data import ROOT, cut_host, deployment, random_pack
 
 PACK = ROOT / "probes/wordnet-smollm2-135m"
 N_SOAK, AT_ONCE = 1000, 24
+SHOWN = ROOT / "examples/watch.yaml"  # the deployment file of docs/vllm.md
+CHAT = [{"role": "user", "content": "Tell me about whales."}]
+SAMPLED = {"temperature": 0.8, "seed": 1}
+ASKED: dict[str, dict[str, Any]] = {  # by what is asked of the server
+    "a chat": {"messages": CHAT, "temperature": 0},
+    "a chat, three answers": {"messages": CHAT, "n": 3, **SAMPLED},
+    "a completion": {"prompt": "Whales are", "temperature": 0},
+    "two prompts": {"prompt": ["Whales are", "The ship"], **SAMPLED},
+    "two prompts, two answers each, stop strings": {
+        "prompt": ["Whales are", "The ship"],
+        "n": 2,
+        "stop": [" the", ","],
+        **SAMPLED,
+    },
+}
 
 
 def resident_mb(pid: int) -> float:
@@ -190,9 +206,8 @@ async def _held(folder: Path, stops: str) -> Any:
     with VllmClient(deployment(folder / "held.json", PACK, [rule]), tokenizer=tokenizer, stops=stops) as client:
         arguments = client.engine_arguments(model=str(whole), dtype="float32", max_model_len=512, enforce_eager=True)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        loop = asyncio.get_running_loop()
         if stops == ABORT:
-            client.abort_with(lambda request: asyncio.run_coroutine_threadsafe(engine.abort(request), loop))
+            client.abort_with(engine)
         params, told = SamplingParams(temperature=0.0, max_tokens=40), []
 
         async def one(i: int, text: str) -> None:
@@ -213,56 +228,75 @@ async def _held(folder: Path, stops: str) -> Any:
         await asyncio.gather(
             *(one(i, text) for i, text in enumerate(("Whales are", "A dog and a cat", "The price of")))
         )
+        several = await _several(client, engine)
         engine.shutdown()
     stopped = [one for one in told if one["stopped_at"] is not None]
-    return {
-        "answers": told,
-        "exact": bool(stopped) and all(one["shown"] == one["stopped_at"] - one["n_prompt"] for one in stopped),
-    }
+    exact = bool(stopped) and all(one["shown"] == one["stopped_at"] - one["n_prompt"] for one in stopped)
+    return {"answers": told, "several": several, "exact": exact and several["exact"]}
+
+
+async def _several(client: VllmClient, engine: Any) -> Any:
+    """Ask for three answers to one request: those that a rule stopped end, others do not, and all have their scores."""
+    params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=24, output_kind=RequestOutputKind.FINAL_ONLY)
+    [output] = [one async for one in engine.generate("My pets are a", params, "several")]
+    reasons = list((await asyncio.to_thread(client.result, output)).coverage.unseen)
+    logs = [client.log_of(f"{answer.index}_several") for answer in output.outputs]
+    stopped = [log is not None and log.stop_column is not None for log in logs]
+    finished = [answer.finish_reason for answer in output.outputs]
+    by_rule = "abort" if client.stops == ABORT else "stop"
+    missing = len(reasons) - sum(reasons.count(one) for one in ("", LAST, CACHED))
+    as_ruled = all((finish == by_rule) == stop for finish, stop in zip(finished, stopped, strict=True))
+    n_errors = client.failures.n_errors
+    told = {"stopped": stopped, "finished": finished, "missing": missing, "failures": n_errors}
+    return {**told, "exact": any(stopped) and as_ruled and not missing and not n_errors}
 
 
 def server(folder: Path) -> Any:
-    """`probemon vllm serve` as a program: an answer over HTTP, its scores as a result, health and metrics, its end."""
-    whole, port = bundled_path(), 8917
-    file = deployment(
-        folder / "served.json",
-        PACK,
-        [{"concepts": ["animal.n.01"], "above": 0.5, "action": "stop", "on_blind": "pass"}],
-    )
-    command = [sys.executable, "-m", "probemon", "vllm", "serve", str(whole), "--deployment", str(file), "--port"]
-    command += [str(port), "--no-token", "--", "--max-model-len", "512", "--dtype", "float32", "--enforce-eager"]
+    """The command of docs/vllm.md as a program: replies over HTTP of each kind, their scores as results, health and
+    metrics, its end.
+    """
+    port = 8917
+    command = [sys.executable, "-m", "probemon", "vllm", "serve", "demo", "--deployment", str(SHOWN), "--port"]
+    command += [str(port), "--no-token", "--", "--max-model-len", "4096"]
     address = f"http://127.0.0.1:{port}"
     with (folder / "server.log").open("w") as log:
         own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=own)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=own, cwd=ROOT)
         try:
-            ready = _wait_for(f"{address}/probemon/readyz", process, 300)
-            asked = {"model": whole.name, "prompt": "Whales are", "max_tokens": 24, "temperature": 0}
-            reply = _json(f"{address}/v1/completions", {**asked, "return_token_ids": True})
-            result = RemoteScores(address, file).result({**reply, "id": f"{reply['id']}-0"})
-            requests = _json(f"{address}/probemon/requests")["requests"]
-            tokens = _json(f"{address}/probemon/requests/{reply['id']}")
+            ready = _wait_for(f"{address}/probemon/readyz", process, 800)
+            model = _json(f"{address}/v1/models")["data"][0]["id"]
+            remote = RemoteScores(address, SHOWN)
+            replies = {words: _reply(address, remote, model, asked) for words, asked in ASKED.items()}
             metrics = urllib.request.urlopen(f"{address}/probemon/metrics").read().decode()
             vllms = urllib.request.urlopen(f"{address}/metrics").read().decode()
             refused = ""
             try:
-                _json(f"{address}/v1/completions", {**asked, "ignore_eos": True})
+                _json(f"{address}/v1/completions", {"model": model, "prompt": "A", "ignore_eos": True})
             except urllib.error.HTTPError as error:
                 refused = f"{error.code}: {error.read().decode()[:200]}"
         finally:
             process.send_signal(signal.SIGTERM)
             status = process.wait(60)
-    reasons = list(result.coverage.unseen)
     return {
         "ready": ready["status"],
-        "tokens": len(result),
-        "missing": len(reasons) - reasons.count("") - reasons.count(LAST) - reasons.count(CACHED),
-        "stopped": requests[0]["stopped_at"] is not None,
-        "finish_reason": reply["choices"][0]["finish_reason"],
-        "events": len(tokens["events"]),
+        "replies": replies,
+        "exact": all(one["tokens"] > 0 and not one["missing"] for one in replies.values()),
         "metrics": "probemon_tokens_total" in metrics and "vllm:" in vllms,
         "refused_ignore_eos": refused,
         "exit_status": status,
+    }
+
+
+def _reply(address: str, remote: RemoteScores, model: str, asked: dict[str, Any]) -> Any:
+    """Ask the server, and for the scores of its reply."""
+    path = "chat/completions" if "messages" in asked else "completions"
+    reply = _json(f"{address}/v1/{path}", {"model": model, "max_tokens": 16, "return_token_ids": True, **asked})
+    reasons = list(remote.result(reply).coverage.unseen)
+    return {
+        "tokens": len(reasons),
+        "missing": len(reasons) - sum(reasons.count(one) for one in ("", LAST, CACHED)),
+        "finished": [choice["finish_reason"] for choice in reply["choices"]],
+        "at_stop_strings": [choice["stop_reason"] for choice in reply["choices"]],
     }
 
 

@@ -81,12 +81,8 @@ def is_foreign(value: ast.AST) -> bool:
     return not (isinstance(value.value, ast.Name) and value.value.id == "self")
 
 
-# It mentions what it makes of messages; recordings are in another process, and its logs have columns of their own.
-HOLDS_NONE = {PACKAGE / "serving/vllm/client.py"}
 MODULES = [
-    path
-    for path in sorted(set(PACKAGE.rglob("*.py")) - HOLDS_NONE)
-    if any(name in path.read_text(encoding="utf-8") for name in HOLDERS)
+    path for path in sorted(PACKAGE.rglob("*.py")) if any(name in path.read_text(encoding="utf-8") for name in HOLDERS)
 ]
 
 

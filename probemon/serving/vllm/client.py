@@ -17,10 +17,12 @@ The worker scores and asks the rules, inside the step; a client receives. vLLM i
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -45,14 +47,16 @@ from probemon.serving.vllm.messages import (
     CHANNEL_VARIABLE,
     CONFIG_KEY,
     WORKER,
+    Ended,
     Hello,
     Message,
+    RequestHead,
     RuleMet,
     StepTokens,
     WorkerSettings,
 )
 from probemon.serving.vllm.receiver import Receiver
-from probemon.serving.vllm.request_log import RequestLog
+from probemon.serving.vllm.request_log import RequestLog, is_cut_short
 from probemon.serving.vllm.request_names import name_of, names_of_output
 from probemon.serving.vllm.watched import check_rules, watched_sha256
 from probemon.tracking.recording import Tokens
@@ -61,6 +65,7 @@ Listener = Callable[[Message], object]
 STOP_ROWS = "probemon.serving.vllm.stop:StopRows"
 IN_STEP, ABORT, TOLD = STOPS = ("in_step", "abort", "told")
 NOT_RUN = "its request ended before the engine ran it"
+_END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
 
 
 class VllmClient:
@@ -69,7 +74,7 @@ class VllmClient:
     `tokenizer`: for texts in results, and for `hold`; it may be set later (`client.tokenizer = llm.get_tokenizer()`).
     `stops`: what a rule's stop does: "in_step" ends the row with the token that met the rule, by vLLM's logits
     processors; "abort" has the client abort the request (`abort_with`), for engines that speculate; "told" nothing.
-    `keep_requests`: how many requests keep their scores, the newest (None: all).
+    `keep_requests`: how many requests that have ended keep their scores, the newest (None: all); those under way do.
     `high_water_mark`: how many messages may wait; what comes then is dropped, and its tokens are unseen for that.
 
     Raises `DeploymentError`, `PackError`, `ConfigError`, `MissingExtra`.
@@ -108,6 +113,7 @@ class VllmClient:
         self.settings = replace(settings, sites=tuple(pack.sites), sha256=sha256)
         self.tokenizer = tokenizer
         self.hello: Hello | None = None  # what the newest worker said of itself
+        self.mismatch: ConfigError | None = None  # once a worker of something else has sent to this client
         self.n_hellos = self.n_steps = 0
         self.step_seconds = self.in_worker_seconds = 0.0
         self.actions: deque[tuple[Event, str]] = deque(maxlen=MAX_KEPT)
@@ -116,9 +122,9 @@ class VllmClient:
         self._keep_requests = keep_requests
         self._logs: OrderedDict[str, RequestLog] = OrderedDict()  # by vLLM's own ids, oldest first
         self._by_name: dict[str, list[str]] = {}
+        self._over: deque[str] = deque()  # of these, those that have ended, in that order
         self._listeners: list[Listener] = []
         self._changed = threading.Condition()
-        self._lost_before: dict[str, int] = {}  # messages that were lost when a request began
         self.receiver = Receiver(self._take, high_water_mark)
 
     def __enter__(self) -> VllmClient:
@@ -153,21 +159,28 @@ class VllmClient:
         # A step that begins before the one before it was read was never seen attributed right.
         return {"async_scheduling": False, **arguments, **watched}
 
-    def abort_with(self, abort: Callable[[str], object]) -> None:
-        """Call `abort(request)` for each request at which a rule stops, with `stops="abort"`.
+    def abort_with(self, engine: Any) -> None:
+        """Have an `AsyncLLM` abort each answer at which a rule stops, with `stops="abort"`. Call it in the engine's
+        event loop.
 
-            loop = asyncio.get_running_loop()
-            client.abort_with(lambda request: asyncio.run_coroutine_threadsafe(engine.abort(request), loop))
-
-        It is called in the thread that receives. The request is named as it was given to the engine. Tokens that were
-        scheduled by then still come; `hold` shows none of them.
+        Of several answers to one request (`n`) that one alone is aborted. Tokens that were scheduled by then still
+        come; `hold` shows none of them. What an abort raises is in `client.failures`.
         """
         if self.stops != ABORT:
             raise ConfigError(f"this client has stops={self.stops!r}: give stops='abort'")
+        if not asyncio.iscoroutinefunction(getattr(engine, "abort", None)):
+            raise ConfigError(f"engine is {engine!r:.100}: give an AsyncLLM, whose abort() is awaited")
+        loop = asyncio.get_running_loop()
+
+        async def abort(request: str) -> None:
+            try:
+                await engine.abort(request, internal=True)  # vLLM's own id: a name stands for all answers of a request
+            except Exception as error:
+                self.failures.add("an abort", error)
 
         def aborting(message: Message) -> None:
             if isinstance(message, RuleMet) and ends_row(message):
-                abort(name_of(message.event["request"]))
+                asyncio.run_coroutine_threadsafe(abort(message.event["request"]), loop)
 
         self.listen(aborting)
 
@@ -185,10 +198,13 @@ class VllmClient:
     def result(self, out: Any, *, timeout_seconds: float = 10.0) -> Result:
         """Return the scores of one of the engine's outputs, or of several: a row for each answer of each.
 
-        `out`: a `RequestOutput` of vLLM that is finished, or what has its `request_id`, `prompt_token_ids` and
-        `outputs`, each with `index` and `token_ids`. Waits at most `timeout_seconds` for scores under way. Raises
-        `AlignmentError` where the tokens are not those that the engine ran.
+        `out`: a `RequestOutput` of vLLM that is finished and whole, or what has its `request_id`, `prompt_token_ids`
+        and `outputs`, each with `index` and `token_ids`. Waits at most `timeout_seconds` for scores under way. Raises
+        `AlignmentError` where the tokens are not those that the engine ran, or not all of them, and `ConfigError` once
+        an engine that watches something else has found this client.
         """
+        self.check()
+        began = time.monotonic()
         outputs = list(out) if isinstance(out, (list, tuple)) else [out]
         if not outputs:
             raise ConfigError("out is empty: give what the engine returned")
@@ -197,9 +213,7 @@ class VllmClient:
         for output in outputs:
             for answer in output.outputs:
                 ids = np.array([*output.prompt_token_ids, *answer.token_ids], dtype=np.int64)
-                n_prompt = len(output.prompt_token_ids)
-                self._wait_for(output.request_id, answer.index, len(output.outputs), ids, n_prompt, timeout_seconds)
-                log, tokens = self._tokens(output.request_id, answer.index, len(output.outputs), ids, n_prompt)
+                log, tokens = self._tokens(output, answer, ids, began, timeout_seconds)
                 parts.append(tokens)
                 if log is not None:
                     watches += [(len(names), *one) for one in log.watched_from()]
@@ -217,10 +231,22 @@ class VllmClient:
         return result
 
     def log_of(self, request: str) -> RequestLog | None:
-        """Return what came of a request, by its name or by vLLM's own id of it; None where nothing has, or is kept."""
+        """Return what came of the newest request of a name, or of the one with this id of vLLM's own; None where
+        nothing has come, or is kept.
+        """
+        return next(iter(self.logs_of(request)), None)
+
+    def logs_of(self, request: str) -> list[RequestLog]:
+        """Return what came of all requests of a name, the newest first, or of the one with this id of vLLM's own."""
         with self._changed:
-            known = self._by_name.get(request, [])
-            return self._logs.get(request) or (self._logs[known[-1]] if known else None)
+            if request in self._logs:
+                return [self._logs[request]]
+            return [self._logs[own] for own in reversed(self._by_name.get(request, ()))]
+
+    def check(self) -> None:
+        """Raise `ConfigError` once an engine that watches something else has found this client."""
+        if self.mismatch is not None:
+            raise self.mismatch
 
     def wait(self, ready: Callable[[], bool], timeout_seconds: float) -> bool:
         """Wait until `ready()`, which is asked after every message; return whether it is."""
@@ -241,94 +267,127 @@ class VllmClient:
     def _take(self, message: Message) -> None:
         with self._changed:
             if isinstance(message, Hello):
-                self.hello, self.n_hellos = message, self.n_hellos + 1
-                if message.sha256 != self.settings.sha256:
-                    raise ConfigError(
-                        f"a worker watches {message.sha256[:16]}, this client {self.settings.sha256[:16]}: another"
-                        " engine found this client's address. Make each engine after engine_arguments() of its client"
-                    )
+                self._begin(message)
+            elif self.mismatch is not None:  # its probes may be others; which worker sent it is not told
+                return
             elif isinstance(message, StepTokens):
                 self._add(message)
             elif isinstance(message, RuleMet):
                 self._met(message)
-            elif message.request in self._logs:
-                self._logs[message.request].ended = message
+            elif isinstance(message, Ended):
+                log = self._logs.get(message.request)
+                if log is not None and log.under_way:
+                    self._end(log, message)
             self._changed.notify_all()
+        self.check()
         for listener in self._listeners:
             self.failures.call("a listener", listener, message)
+
+    def _begin(self, message: Hello) -> None:
+        """Take that an engine begins: what was under way in the one before it has ended."""
+        self.hello, self.n_hellos = message, self.n_hellos + 1
+        for log in [log for log in self._logs.values() if log.under_way]:
+            self._end(log, None)
+        if message.sha256 != self.settings.sha256:
+            self.mismatch = self.mismatch or ConfigError(
+                f"a worker watches {message.sha256[:16]}, this client {self.settings.sha256[:16]}: another engine found"
+                " this client's address, and no scores are taken any more. Make each engine after engine_arguments() of"
+                " its client, both anew"
+            )
 
     def _add(self, message: StepTokens) -> None:
         self.n_steps += 1
         self.in_worker_seconds += message.seconds
         self.tokens.update(message.scores.coverage.unseen)
         for at, head in enumerate(message.requests):
-            log = self._logs.get(head.request)
-            if log is None:
-                log = self._logs[head.request] = RequestLog(head, self.manager.pack.n_probes)
-                self._by_name.setdefault(name_of(head.request), []).append(head.request)
-                self._lost_before[head.request] = self.receiver.n_lost
-                self._forget()
-            log.add(message, np.flatnonzero(message.of_request == at))
+            log = self._logs.get(head.request) or self._new_log(head)
+            log.add(message, np.flatnonzero(message.of_request == at), self.receiver.n_lost)
+
+    def _new_log(self, head: RequestHead) -> RequestLog:
+        n_drafts = 0 if self.hello is None else self.hello.n_drafts
+        log = self._logs[head.request] = RequestLog(head, self.manager.pack.n_probes, n_drafts)
+        self._by_name.setdefault(name_of(head.request), []).append(head.request)
+        if self._keep_requests is not None and self.receiver.n_lost:  # the message of an end may have been dropped
+            silent = [one for one in self._logs.values() if one.under_way and one.n_lost < self.receiver.n_lost]
+            for one in silent[: max(0, len(silent) - 1 - self._keep_requests)]:  # the new one is among them
+                self._end(one, None)
+        return log
 
     def _met(self, message: RuleMet) -> None:
         event = event_of(message.event)
         log = self._logs.get(event.request)
-        if log is not None and ends_row(message) and log.stop_column is None:
-            log.stop_column = event.column
+        if log is not None and ends_row(message):
+            log.meet(event)
         for i, (one, action) in enumerate(self.actions):
             if event.verdict is not None and _same(one, event):  # asked before, and now ruled
                 self.actions[i] = event, action
                 return
         self.actions.append((event, message.action))
 
-    def _forget(self) -> None:
-        while self._keep_requests is not None and len(self._logs) > self._keep_requests:
-            request, _ = self._logs.popitem(last=False)
-            del self._lost_before[request]
+    def _end(self, log: RequestLog, message: Ended | None) -> None:
+        """Take the end of a request, and forget those that ended first."""
+        log.end(message, self.receiver.n_lost)
+        self._over.append(log.request)
+        while self._keep_requests is not None and len(self._over) > self._keep_requests:
+            request = self._over.popleft()
+            del self._logs[request]
             named = self._by_name[name_of(request)]
             named.remove(request)
             if not named:
                 del self._by_name[name_of(request)]
 
-    def _known(self, request: str, index: int, n_outputs: int) -> list[RequestLog]:
-        """Return what is kept of an answer, the newest first: a name may have been used before."""
-        names = names_of_output(request, index, n_outputs)
-        return [self._logs[own] for name in names for own in reversed(self._by_name.get(name, ()))]
+    def _tokens(
+        self, output: Any, answer: Any, ids: Ints, began: float, timeout_seconds: float
+    ) -> tuple[RequestLog | None, Tokens]:
+        """Return the tokens of an answer, and what they were made of; None where the engine ran nothing of it.
 
-    def _wait_for(
-        self, request: str, index: int, n_outputs: int, ids: Ints, n_prompt: int, timeout_seconds: float
-    ) -> None:
-        """Wait until the scores of all that was run of an answer are there, or will not come."""
+        A name may have been used before: what it is made of has the tokens of the answer.
+        """
+        n_prompt, n_outputs = len(output.prompt_token_ids), len(output.outputs)
+        cached = getattr(output, "num_cached_tokens", None) if n_outputs == 1 and len(answer.token_ids) else None
+        cut_short = is_cut_short(getattr(answer, "finish_reason", None), getattr(answer, "stop_reason", None))
+        wrong: dict[str, AlignmentError] = {}
         n_run = len(ids) - (len(ids) > n_prompt)
 
-        def complete() -> bool:
-            known = self._known(request, index, n_outputs)
-            return bool(known) and (known[0].n_columns >= n_run or known[0].ended is not None)
+        def known() -> Iterator[RequestLog]:
+            for name in names_of_output(output.request_id, answer.index, n_outputs):
+                yield from (log for log in self.logs_of(name) if log.request not in wrong)
 
-        self.wait(complete, timeout_seconds)
+        def is_complete(log: RequestLog, with_end: bool) -> bool:
+            whole = not log.under_way or (log.n_columns >= n_run and not with_end)
+            return whole and (cached is None or cached == log.first_column)
 
-    def _tokens(
-        self, request: str, index: int, n_outputs: int, ids: Ints, n_prompt: int
-    ) -> tuple[RequestLog | None, Tokens]:
-        """Return the tokens of an answer, and what they were made of; None where the engine ran nothing of it."""
-        wrong: AlignmentError | None = None
-        with self._changed:
-            for log in self._known(request, index, n_outputs):
-                try:
-                    return log, log.tokens(ids, n_prompt, lost=self._lost_since(log))
-                except AlignmentError as error:  # of an earlier request of this name, perhaps
-                    wrong = wrong or error
-        if wrong is not None:
-            raise wrong
+        def of_newest(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, Tokens] | None:
+            for log in known():
+                if not complete or is_complete(log, with_end):
+                    lost = log.lost(self.receiver.n_lost)
+                    try:
+                        return log, log.tokens(ids, n_prompt, lost=lost, cut_short=cut_short)
+                    except AlignmentError as error:
+                        wrong[log.request] = error
+            return None
+
+        # An end comes soon after its answer; but of an engine in this process with the next step, which nobody may ask.
+        for with_end, seconds in ((True, min(_END_SECONDS, timeout_seconds)), (False, timeout_seconds)):
+            end = began + seconds
+            while self.wait(lambda: any(is_complete(log, with_end) for log in known()), end - time.monotonic()):  # noqa: B023
+                with self._changed:
+                    made = of_newest(complete=True, with_end=with_end)
+                if made is not None:
+                    return made
+        with self._changed:  # what there is, in time
+            made = of_newest(complete=False)
+        if made is not None:
+            return made
+        if wrong:
+            raise next(iter(wrong.values()))
         if len(ids) > n_prompt:
             raise AlignmentError(
-                f"request {request!r} is not one that the worker scored: none of its tokens came, or they are forgotten"
+                f"request {output.request_id!r} is not one that the worker scored: none of its tokens came"
+                f" ({self.receiver.n_lost} messages were dropped), or they are forgotten"
                 f" (keep_requests={self._keep_requests})"
             )
         return None, _not_run(ids, self.manager.pack.n_probes)
-
-    def _lost_since(self, log: RequestLog) -> bool:
-        return self.receiver.n_lost > self._lost_before.get(log.request, 0)
 
 
 def _opened(

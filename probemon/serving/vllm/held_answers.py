@@ -19,6 +19,7 @@ from probemon.core.token_texts import TokenTexts
 from probemon.errors import ConfigError
 from probemon.monitor.rules import Event
 from probemon.serving.vllm.client import VllmClient
+from probemon.serving.vllm.request_log import RequestLog
 
 
 @dataclass(frozen=True)
@@ -53,38 +54,58 @@ async def hold(
     texts = TokenTexts(
         lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
     )
-    ids, n_shown, n_prompt, request = list[int](), 0, 0, ""
+    answer, ids, n_shown = _Answer(client), list[int](), 0
     async for output in outputs:
         if len(output.outputs) != 1:
             raise ConfigError(f"one answer is held at a time, this request has {len(output.outputs)}: give n=1")
         new = list(output.outputs[0].token_ids)
         ids = [*ids, *new] if delta else new
-        n_prompt, request = len(output.prompt_token_ids or ()), output.request_id
-        n_known = await _known(client, request, n_prompt, len(ids) - 1, wait_seconds)
+        answer.grow(output.request_id, list(output.prompt_token_ids or ()), ids)
+        n_known = await answer.n_known(wait_seconds)
         if n_known > n_shown:
             some = ids[n_shown:n_known]
             n_shown = n_known
             yield Held(tuple(some), "".join(map(texts.add, some)))
-    log = client.log_of(request)
+    log = answer.log()
     stopped = log is not None and log.stop_column is not None
     if show_last and not stopped and ids and n_shown == len(ids) - 1:
         n_shown += 1
         yield Held((ids[-1],), texts.add(ids[-1]))
-    event = next((one for one in reversed(client.events) if log is not None and one.request == log.request), None)
-    yield Held((), texts.finish(), True, event if stopped else None, len(ids) - n_shown)
+    yield Held((), texts.finish(), True, None if log is None else log.stop_event, len(ids) - n_shown)
 
 
-async def _known(client: VllmClient, request: str, n_prompt: int, n_run: int, wait_seconds: float) -> int:
-    """Return how many generated tokens may be shown, of `n_run` that the host has run by now."""
+class _Answer:
+    """The tokens of an answer so far, and the log that has the same: a name may have been used by another request."""
 
-    def shown() -> int:
-        log = client.log_of(request)
-        return 0 if log is None else min(log.n_showable - n_prompt, n_run)
+    def __init__(self, client: VllmClient) -> None:
+        self._client, self._request, self._ids, self._n_prompt = client, "", list[int](), 0
+        self._n_same: dict[str, int] = {}  # by vLLM's own id, how many tokens were compared; -1: it has others
 
-    def ready() -> bool:
-        log = client.log_of(request)
-        return log is not None and (log.n_columns >= n_prompt + n_run or log.n_showable < log.n_columns)
+    def grow(self, request: str, prompt: list[int], ids: list[int]) -> None:
+        """Take what has come by now: prompt, and all that was generated."""
+        self._request, self._n_prompt, self._ids = request, len(prompt), [*prompt, *ids]
 
-    if n_run > 0 and not ready():
-        await asyncio.to_thread(client.wait, ready, wait_seconds)
-    return max(0, shown())
+    def log(self) -> RequestLog | None:
+        """Return the newest log whose tokens are those of the answer, as far as either has them."""
+        for log in self._client.logs_of(self._request):
+            n_same = self._n_same.get(log.request, 0)
+            if n_same >= 0 and log.n_prompt == self._n_prompt and log.first_difference(self._ids, n_same) is None:
+                self._n_same[log.request] = min(len(self._ids), log.n_columns)
+                return log
+            self._n_same[log.request] = -1
+        return None
+
+    async def n_known(self, wait_seconds: float) -> int:
+        """Return how many generated tokens may be shown, once that is known of all that the host has run by now."""
+        n_run = len(self._ids) - 1
+
+        def ready() -> bool:
+            log = self.log()
+            done = log is not None and (log.n_columns >= n_run or log.n_showable < log.n_columns)
+            return done or self._client.mismatch is not None
+
+        if n_run > self._n_prompt and not ready():
+            await asyncio.to_thread(self._client.wait, ready, wait_seconds)
+        self._client.check()
+        log = self.log()
+        return 0 if log is None else max(0, min(log.n_showable, n_run) - self._n_prompt)

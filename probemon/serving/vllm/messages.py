@@ -2,7 +2,7 @@
 
     settings = WorkerSettings(deployment="watch.yaml", sites=("resid_post.15",), sha256="...", channel="ipc:///tmp/a")
     LLM(..., worker_cls=WORKER, additional_config={CONFIG_KEY: settings.as_config()})
-    message = unpack(socket.recv())             # Hello, StepTokens, RuleMet or Ended
+    message = unpack(socket.recv())             # Hello, StepTokens, RuleMet or Ended; RequestScores over HTTP
     data = pack(message)
 
 The client binds a PULL socket to the address before the engine starts; the worker connects a PUSH socket to it and
@@ -27,7 +27,7 @@ from probemon.errors import ConfigError
 WORKER = "probemon.serving.vllm.worker.ProbeWorker"
 CONFIG_KEY = "probemon"
 CHANNEL_VARIABLE = "PROBEMON_VLLM_CHANNEL"
-VERSION = 1  # of these messages
+VERSION = 2  # of these messages
 CANARIES = ("weights", "layers")
 _DTYPES = ("|b1", "|i1", "<i4", "<i8", "<f4")
 _COVERAGE = (*COUNTS, *AUDITED, "far")
@@ -94,7 +94,8 @@ class Hello:
     """The worker begins, and its canary held.
 
     `way`: "auxiliary" or "hooks", how states are read. `runner`: "v1" or "v2", the model runner of vLLM. `canary`:
-    figures by name. `host`: fields of a `HostState`.
+    figures by name. `host`: fields of a `HostState`. `n_drafts`: how many tokens are drafted a step, 0 without
+    speculation.
     """
 
     kind: ClassVar[str] = "hello"
@@ -110,6 +111,7 @@ class Hello:
     sha256: str
     host: Mapping[str, Any]
     canary: Mapping[str, Any]
+    n_drafts: int = 0
     version: int = VERSION
 
 
@@ -182,16 +184,30 @@ class Ended:
     stop_column: int
 
 
-Message = Hello | StepTokens | RuleMet | Ended
-_KINDS: dict[str, Any] = {one.kind: one for one in (Hello, StepTokens, RuleMet, Ended)}
+@dataclass(frozen=True)
+class RequestScores:
+    """All that a client keeps of a request: its `tokens`, and its end, None while it is under way.
+
+    `lost`: messages were dropped while it ran. `n_drafts`: as in `Hello`.
+    """
+
+    kind: ClassVar[str] = "request"
+    sequence: int
+    tokens: StepTokens
+    ended: Ended | None
+    lost: bool
+    n_drafts: int
+
+
+Message = Hello | StepTokens | RuleMet | Ended | RequestScores
+_KINDS: dict[str, Any] = {one.kind: one for one in (Hello, StepTokens, RuleMet, Ended, RequestScores)}
 
 
 def pack(message: Message) -> bytes:
     """Return a message as msgpack."""
     import msgpack
 
-    fields = {one.name: getattr(message, one.name) for one in dataclasses.fields(message)}
-    data: bytes = msgpack.packb({"kind": message.kind} | {name: _plain(value) for name, value in fields.items()})
+    data: bytes = msgpack.packb(_plain(message))
     return data
 
 
@@ -200,25 +216,31 @@ def unpack(data: bytes) -> Message:
     import msgpack
 
     try:
-        fields = msgpack.unpackb(data, strict_map_key=False)
-        kind = _KINDS[fields.pop("kind")]
-        if kind is Hello:
-            if fields["version"] != VERSION:
-                raise ConfigError(
-                    f"the worker speaks version {fields['version']} of the messages, this client {VERSION}: run both"
-                    " with the same probemon"
-                )
-            fields["sites"] = tuple(fields["sites"])
-        elif kind is StepTokens:
-            fields["requests"] = tuple(RequestHead(*head) for head in fields["requests"])
-            fields["scores"] = _scores(fields["scores"])
-            for name in ("of_request", "columns", "ids", "phases", "watches"):
-                fields[name] = _array(fields[name])
-        message: Message = kind(**fields)
+        return _message(msgpack.unpackb(data, strict_map_key=False))
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"these {len(data)} bytes are no message of a probemon worker: {error}") from error
+
+
+def _message(fields: Any) -> Message:
+    kind = _KINDS[fields.pop("kind")]
+    if kind is Hello:
+        if fields["version"] != VERSION:
+            raise ConfigError(
+                f"the worker speaks version {fields['version']} of the messages, this client {VERSION}: run both"
+                " with the same probemon"
+            )
+        fields["sites"] = tuple(fields["sites"])
+    elif kind is StepTokens:
+        fields["requests"] = tuple(RequestHead(*head) for head in fields["requests"])
+        fields["scores"] = _scores(fields["scores"])
+        for name in ("of_request", "columns", "ids", "phases", "watches"):
+            fields[name] = _array(fields[name])
+    elif kind is RequestScores:
+        fields["tokens"] = _message(fields["tokens"])
+        fields["ended"] = None if fields["ended"] is None else _message(fields["ended"])
+    message: Message = kind(**fields)
     return message
 
 
@@ -227,6 +249,9 @@ def _plain(value: Any) -> Any:
         return [value.dtype.str, value.tobytes()]
     if isinstance(value, Scores):
         return _plain_scores(value)
+    if isinstance(value, Message):
+        names = [one.name for one in dataclasses.fields(value)]
+        return {"kind": value.kind} | {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, RequestHead):
         return [value.request, value.number, value.n_prompt, value.first_column]
     if isinstance(value, Mapping):

@@ -20,8 +20,9 @@ import numpy as np
 from probemon.errors import AlignmentError, ConfigError
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import Result
-from probemon.serving.vllm.messages import StepTokens, unpack
-from probemon.serving.vllm.request_log import RequestLog
+from probemon.serving.vllm.messages import RequestScores, unpack
+from probemon.serving.vllm.request_log import RequestLog, is_cut_short
+from probemon.serving.vllm.request_names import names_of_choices
 from probemon.tracking.recording import Tokens
 
 _TIMEOUT_SECONDS = 30.0
@@ -42,28 +43,38 @@ class RemoteScores:
     def result(self, reply: Any) -> Result:
         """Return the scores of a reply, the object of OpenAI's client or its JSON. Raises `AlignmentError`."""
         content = reply if isinstance(reply, Mapping) else reply.model_dump()
+        choices = content["choices"]
+        first: AlignmentError | None = None
+        for names in names_of_choices(content["id"], content.get("object", ""), len(choices)):
+            try:
+                return self._result(content, [self._log(names[choice["index"]]) for choice in choices])
+            except AlignmentError as error:
+                first = first or error
+        raise first or AlignmentError("the reply has no choices")
+
+    def _result(self, content: Mapping[str, Any], logs: list[tuple[RequestLog, bool]]) -> Result:
         parts, watches = list[Tokens](), list[tuple[int, int, int]]()
         deployments: dict[int, str | None] = {}
-        choices = content["choices"]
-        for row, choice in enumerate(choices):
+        for row, (choice, (log, lost)) in enumerate(zip(content["choices"], logs, strict=True)):
             prompt = choice.get("prompt_token_ids") or content.get("prompt_token_ids")
             ids = choice.get("token_ids")
             if prompt is None or ids is None:
                 raise ConfigError(
                     'this reply has no ids of tokens: ask for them by extra_body={"return_token_ids": True}'
                 )
-            log = self._log(content["id"] if len(choices) == 1 else f"{choice['index']}_{content['id']}")
-            parts.append(log.tokens(np.array([*prompt, *ids], dtype=np.int64), len(prompt), lost=False))
+            cut_short = is_cut_short(choice.get("finish_reason"), choice.get("stop_reason"))
+            every = np.array([*prompt, *ids], dtype=np.int64)
+            parts.append(log.tokens(every, len(prompt), lost=lost, cut_short=cut_short))
             watches += [(row, *one) for one in log.watched_from()]
             deployments |= log.deployments
         tokens = Tokens.join(parts, self._pack.n_probes)
-        result = Result(
-            self._pack, self._tokenizer, tokens, requests=(content["id"],) * len(choices), watches=tuple(watches)
-        )
+        names = (content["id"],) * len(logs)
+        result = Result(self._pack, self._tokenizer, tokens, requests=names, watches=tuple(watches))
         result.deployments = deployments
         return result
 
-    def _log(self, request: str) -> RequestLog:
+    def _log(self, request: str) -> tuple[RequestLog, bool]:
+        """Return what the server keeps of a request, and whether it lost messages meanwhile."""
         headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
         asked = urllib.request.Request(f"{self._address}/probemon/requests/{request}/scores", headers=headers)
         try:
@@ -72,12 +83,9 @@ class RemoteScores:
         except urllib.error.HTTPError as error:
             raise AlignmentError(
                 f"the server has no scores of request {request!r} ({error.code}: {error.read()[:200]!r}): it keeps"
-                " those of its newest (--keep-requests)"
+                " those of its newest that have ended (--keep-requests)"
             ) from error
         except OSError as error:
             raise ConfigError(f"no server answers at {self._address}: {error}") from error
-        assert isinstance(message, StepTokens)
-        log = RequestLog(message.requests[0], self._pack.n_probes)
-        if len(message.columns):
-            log.add(message, np.arange(len(message.columns)))
-        return log
+        assert isinstance(message, RequestScores)
+        return RequestLog.of(message, self._pack.n_probes), message.lost

@@ -158,7 +158,9 @@ class _Routes:
         return JSONResponse({**_about(log), "tokens": tokens, "events": events})
 
     async def _scores(self, http: Request) -> Response:
-        return Response(pack(self._log(http).as_message()), media_type="application/msgpack")
+        return Response(
+            pack(self._log(http).as_message(self._client.receiver.n_lost)), media_type="application/msgpack"
+        )
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class _Routes:
         log = self._client.log_of(name) or self._client.log_of(f"{name}-0")  # of a completion, its first prompt
         if log is None:
             raise RequestRefused(
-                f"request {name!r:.100} is not kept: the newest {self._served.limits.kept_requests} are",
+                f"request {name!r:.100} is not kept: the newest {self._served.limits.kept_requests} that ended are",
                 status=404,
                 code="request_forgotten",
             )
@@ -202,7 +204,7 @@ class _Routes:
 def _about(log: RequestLog) -> dict[str, Any]:
     return {
         "request": name_of(log.request),
-        "running": log.ended is None,
+        "running": log.under_way,
         "n_prompt": log.n_prompt,
         "n_cached": log.first_column,
         "n_columns": log.n_columns,

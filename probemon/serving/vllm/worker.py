@@ -203,6 +203,7 @@ class ProbeWorker(Worker):
                 sha256=settings.sha256,
                 host=asdict(host),
                 canary=figures,
+                n_drafts=self.vllm_config.num_speculative_tokens,
             )
         )
         self._watch = watch

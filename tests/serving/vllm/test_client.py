@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,13 +21,28 @@ from probemon.serving.vllm.channel import Channel
 from probemon.serving.vllm.client import ABORT, NOT_RUN, STOP_ROWS, VllmClient
 from probemon.serving.vllm.engine_watch import EngineWatch
 from probemon.serving.vllm.held_answers import hold
-from probemon.serving.vllm.messages import Hello, RequestHead, StepTokens, WorkerSettings
+from probemon.serving.vllm.messages import Ended, Hello, RequestHead, RuleMet, StepTokens, WorkerSettings
 from probemon.serving.vllm.request_log import LOST, RequestLog
-from probemon.serving.vllm.request_names import name_of, names_of_output
+from probemon.serving.vllm.request_names import name_of, names_of_choices, names_of_output
 from probemon.serving.vllm.rows import CACHED
 from probemon.serving.vllm.watched import open_manager
 from probemon.tracking.recording import GAP, LAST
 from simulated_engine import SimulatedEngine
+
+
+@pytest.fixture(autouse=True)
+def closed_channels(monkeypatch):
+    """Close what a test that fails leaves open: zmq would wait for it for ever."""
+    made, begin = [], Channel.__init__
+
+    def noted(self, *arguments):
+        begin(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(Channel, "__init__", noted)
+    yield
+    for channel in made:
+        channel.close()
 
 
 @pytest.fixture
@@ -115,7 +133,7 @@ def test_another_token_than_was_run_is_an_error(client):
     output = output_of(engine, request)
     output.prompt_token_ids[max(i for i in request.run if i < len(request.prompt))] += 1
     with pytest.raises(AlignmentError, match=r"position \d+: the output has token"):
-        client.result(output)
+        client.result(output, timeout_seconds=0)
 
 
 def test_a_request_that_never_came_is_an_error_and_one_that_was_forgotten_too(client):
@@ -125,10 +143,32 @@ def test_a_request_that_never_came_is_an_error_and_one_that_was_forgotten_too(cl
         client.result(output, timeout_seconds=0)
 
 
-def step_of(client, sequence, columns, ids, request="a-00000000", n_prompt=2):
+def answer_of(request, prompt, ids, **more):
+    answer = SimpleNamespace(index=0, token_ids=ids, **more)
+    return SimpleNamespace(request_id=request, prompt_token_ids=prompt, outputs=[answer])
+
+
+def ended_of(sequence, request, n_columns):
+    return Ended(sequence, request, 0, n_columns, 0, 0, -1)
+
+
+def met_of(sequence, request, column, action):
+    event = {"concept": "c0", "name": "c0", "path": ["c0"], "row": 0, "column": column, "token_id": 7, "score": 0.5}
+    more = {"above": 0.1, "for_tokens": 1, "value": 0.5, "request": request, "reading": []}
+    return RuleMet(sequence, {**event, **more}, action, action == "stop")
+
+
+def wait_for(ready):
+    end = time.monotonic() + 5
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    return ready()
+
+
+def step_of(client, sequence, columns, ids, request="a-00000000", n_prompt=2, n_cached=0):
     n = len(columns)
     scores = client.manager.score_tokens(states_of("a", columns))
-    head = RequestHead(request, 0, n_prompt, 0)
+    head = RequestHead(request, 0, n_prompt, n_cached)
     columns, ids = np.array(columns, dtype=np.int64), np.array(ids, dtype=np.int64)
     none = np.zeros(n, dtype=np.int32)
     phases = (columns >= n_prompt).astype(np.int8)
@@ -156,8 +196,13 @@ def test_a_worker_that_watches_something_else_makes_the_client_unhealthy(client)
     other = hello_of(client)
     other = Hello(**{**vars(other), "sha256": "0" * 64})
     channel.send(lambda sequence: other)
-    assert client.wait(lambda: client.receiver.failure is not None, 5) or client.receiver.failure is not None
-    assert not client.health().ok and "another engine" in str(client.health())
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6]))
+    channel.send(lambda sequence: hello_of(client, sequence))
+    assert client.wait(lambda: client.n_hellos == 2, 5)
+    assert client.log_of("a") is None and client.n_steps == 0
+    with pytest.raises(ConfigError, match="both anew"):
+        client.result(answer_of("a", [5, 6], [7]))
+    assert wait_for(lambda: "another engine" in str(client.health())) and not client.health().ok
     channel.close()
 
 
@@ -179,7 +224,7 @@ def test_bytes_that_are_no_message_end_nothing(client):
 
 def test_the_last_of_a_column_counts_and_drafts_behind_the_end_are_dropped(client):
     log = RequestLog(RequestHead("a-00000000", 0, 2, 0), client.manager.pack.n_probes)
-    for columns, ids in (([0, 1], [5, 6]), ([2, 3], [7, 1]), ([3], [8]), ([4, 5], [9, 9])):
+    for columns, ids in (([0, 1], [5, 6]), ([2, 3], [7, 1]), ([3], [8]), ([4, 5], [4, 9])):
         log.add(step_of(client, 0, columns, ids), np.arange(len(columns)))
     tokens = log.tokens(np.array([5, 6, 7, 8, 4]), 2, lost=False)
     assert tokens.scores.coverage.unseen == ("", "", "", "", LAST)
@@ -199,20 +244,158 @@ def test_many_small_pieces_are_what_one_large_one_is(client):
     assert np.array_equal(many.tokens(ids, 2, lost=False).scores.values, one.tokens(ids, 2, lost=False).scores.values)
 
 
-def test_only_the_newest_requests_are_kept_where_that_is_asked_for(folder):
+def test_of_requests_that_have_ended_the_newest_are_kept_and_all_that_are_under_way(folder):
     with VllmClient(packs=[folder], keep_requests=2) as client:
         channel = Channel(client.receiver.address, 1000)
         for i in range(5):
-            channel.send(lambda sequence, i=i: step_of(client, sequence, [0], [5], f"r{i}-00000000"))
-        assert client.wait(lambda: client.n_steps == 5, 5)
-        assert [log.request for log in client.requests()] == ["r3-00000000", "r4-00000000"]
-        assert client.log_of("r0") is None and client.log_of("r4").n_tokens == 1
+            channel.send(lambda sequence, i=i: step_of(client, sequence, [0, 1], [5, 6], f"r{i}-00000000"))
+        for i in (3, 0, 4):
+            channel.send(lambda sequence, i=i: ended_of(sequence, f"r{i}-00000000", 2))
+        assert client.wait(lambda: client.log_of("r3") is None and client.n_steps == 5, 5)
+        assert client.wait(lambda: not client.log_of("r4").under_way, 5)
+        assert [name_of(log.request) for log in client.requests()] == ["r0", "r1", "r2", "r4"]
+        assert client.result(answer_of("r1", [5, 6], [7])).coverage.unseen == ("", "", LAST)
         channel.close()
+
+
+def test_ends_that_were_dropped_let_no_more_requests_be_kept_than_twice_as_many(folder):
+    with VllmClient(packs=[folder], keep_requests=2) as client:
+        channel = Channel(client.receiver.address, 1000)
+        for i in range(30):
+            channel.send(lambda sequence, i=i: step_of(client, sequence, [0, 1], [5, 6], f"r{i}-00000000"))
+            channel.n_dropped += 1  # its end
+        assert client.wait(lambda: client.n_steps == 30, 5)
+        assert [name_of(log.request) for log in client.requests()] == ["r25", "r26", "r27", "r28", "r29"]
+        channel.close()
+
+
+def test_an_answer_of_which_the_engine_ran_more_is_an_error_unless_it_was_cut_short(client):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3, 4], [5, 6, 7, 7, 7]))
+    channel.send(lambda sequence: ended_of(sequence, "a-00000000", 5))
+    assert client.result(answer_of("a", [5, 6], [7, 7, 7, 8])).coverage.unseen[-1] == LAST
+    for part in ([7], [7, 7, 7]):  # the last of several pieces, whose tokens others have, too
+        with pytest.raises(AlignmentError, match=r"ran 5 tokens, the output has .*RequestOutputKind\.FINAL_ONLY"):
+            client.result(answer_of("a", [5, 6], part), timeout_seconds=0)
+    with pytest.raises(AlignmentError, match="position 2: the output has token 8"):
+        client.result(answer_of("a", [5, 6], [8]), timeout_seconds=0)
+    for how in ({"finish_reason": "abort"}, {"finish_reason": "stop", "stop_reason": "."}):
+        assert client.result(answer_of("a", [5, 6], [7, 7], **how)).coverage.unseen == ("", "", "", LAST)
+        with pytest.raises(AlignmentError, match="the output has 2"):
+            client.result(answer_of("a", [5, 6], [], **how), timeout_seconds=0)
+    channel.close()
+
+
+def test_drafts_that_were_accepted_behind_the_end_are_no_missing_tokens(client):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: dataclasses.replace(hello_of(client, sequence), n_drafts=2))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3, 4], [5, 6, 7, 7, 7]))
+    channel.send(lambda sequence: ended_of(sequence, "a-00000000", 5))
+    assert client.result(answer_of("a", [5, 6], [7, 7])).coverage.unseen == ("", "", "", LAST)
+    with pytest.raises(AlignmentError, match="the output has 2"):
+        client.result(answer_of("a", [5, 6], [7]), timeout_seconds=0)
+    channel.close()
+
+
+def test_a_result_is_of_the_request_whose_tokens_it_has_though_others_had_its_name(client):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    for own, ids in (("a-00000000", [5, 6, 7]), ("a-00000001", [5, 6, 8])):
+        channel.send(lambda sequence, own=own, ids=ids: step_of(client, sequence, [0, 1, 2], ids, own))
+        channel.send(lambda sequence, own=own: ended_of(sequence, own, 3))
+    assert client.wait(lambda: len(client.requests()) == 2 and not client.requests()[1].under_way, 5)
+    assert client.result(answer_of("a", [5, 6], [7, 1])).coverage.unseen[2] == ""
+    # The third of the name: its scores are on their way while those of the others are there.
+    late = threading.Timer(
+        0.3, lambda: channel.send(lambda sequence: step_of(client, sequence, [1, 2], [6, 8], "a-00000002", 2, 1))
+    )
+    late.start()
+    output = answer_of("a", [5, 6], [8, 1])
+    output.num_cached_tokens = 1
+    assert client.result(output).coverage.unseen == (CACHED, "", "", LAST)
+    late.join()
+    late = threading.Timer(
+        0.3, lambda: channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2], [5, 6, 9], "a-00000003"))
+    )
+    late.start()
+    assert client.result(answer_of("a", [5, 6], [9, 1])).coverage.unseen == ("", "", "", LAST)
+    late.join()
+    channel.close()
+
+
+def test_a_request_whose_first_message_was_dropped_has_lost_it(client):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    channel.n_dropped += 1  # the step of columns 0 and 1
+    channel.send(lambda sequence: step_of(client, sequence, [2], [7]))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6], "b-00000000"))
+    channel.send(lambda sequence: step_of(client, sequence, [3], [8], "b-00000000"))
+    channel.send(lambda sequence: ended_of(sequence, "a-00000000", 3))
+    channel.send(lambda sequence: ended_of(sequence, "b-00000000", 4))
+    channel.n_dropped += 1  # of something later
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6], "c-00000000"))
+    assert client.wait(lambda: client.n_steps == 4, 5)
+    assert client.result(answer_of("a", [5, 6], [7, 8])).coverage.unseen == (LOST, LOST, "", LAST)
+    assert client.result(answer_of("b", [5, 6], [7, 8, 9])).coverage.unseen == ("", "", GAP, "", LAST)
+    assert client.log_of("a").as_message(client.receiver.n_lost).lost
+    assert not client.log_of("b").as_message(client.receiver.n_lost).lost
+    channel.close()
+
+
+def test_what_was_under_way_when_another_engine_begins_has_ended(client):
+    channel = Channel(client.receiver.address, 1000)
+    for i in range(2):
+        channel.send(lambda sequence: hello_of(client, sequence))
+        channel.send(lambda sequence, i=i: step_of(client, sequence, [0, 1], [5, 6], f"a-0000000{i}"))
+    assert client.wait(lambda: client.n_steps == 2, 5)
+    assert [log.under_way for log in client.requests()] == [False, True]
+    channel.close()
+
+
+def test_an_abort_is_of_vllms_own_id_and_what_it_raises_is_kept(folder):
+    class Engine:
+        def __init__(self):
+            self.aborted = []
+
+        async def abort(self, request, internal=False):
+            self.aborted.append((request, internal))
+            if len(self.aborted) == 2:
+                raise OSError("the engine is gone")
+
+    class Synchronous:
+        def abort(self, request):
+            pass
+
+    async def main():
+        with VllmClient(packs=[folder], stops=ABORT) as client:
+            with pytest.raises(ConfigError, match="give an AsyncLLM"):
+                client.abort_with(Synchronous())
+            engine = Engine()
+            client.abort_with(engine)
+            channel = Channel(client.receiver.address, 1000)
+            for action, own in (("record", "a"), ("stop", "1_a"), ("stop", "b")):
+                channel.send(lambda sequence, a=action, own=own: met_of(sequence, f"{own}-00000000", 2, a))
+            while len(engine.aborted) < 2 or not client.failures.n_errors:
+                await asyncio.sleep(0.01)
+            assert engine.aborted == [("1_a-00000000", True), ("b-00000000", True)]
+            assert "gone" in str(client.failures.errors[0])
+            channel.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_names_of_vllm_are_told_apart():
     assert name_of("chatcmpl-1-0a1b2c3d") == "chatcmpl-1" and name_of("a-b") == "a-b"
     assert names_of_output("x", 1, 2) == ("1_x",) and names_of_output("x", 0, 1) == ("x", "0_x")
+    assert list(names_of_choices("x", "chat.completion", 1)) == [["x"]]
+    assert list(names_of_choices("x", "chat.completion", 2)) == [["0_x", "1_x"]]
+    assert list(names_of_choices("x", "text_completion", 1)) == [["x-0"]]
+    assert list(names_of_choices("x", "text_completion", 4)) == [
+        ["x-0", "x-1", "x-2", "x-3"],
+        ["0_x-0", "1_x-0", "2_x-0", "3_x-0"],
+        ["0_x-0", "1_x-0", "0_x-1", "1_x-1"],
+    ]
 
 
 def test_arguments_of_the_engine_name_what_is_watched_and_refuse_another_worker(client, folder):
@@ -250,29 +433,33 @@ def test_a_held_answer_ends_before_the_token_that_met_the_rule_and_others_before
         def decode(self, ids, **more):
             return "".join(chr(97 + i % 26) for i in ids)
 
-    file, aborted = deployment_of(folder, tmp_path, "stop"), []
-    with VllmClient(file, tokenizer=Letters(), stops=ABORT) as client:
-        client.abort_with(aborted.append)
+    class Engine:
+        async def abort(self, request, internal):
+            aborted.add(request)
+
+    file, aborted = deployment_of(folder, tmp_path, "stop"), set()
+
+    async def ask(client, engine, request):
+        async def outputs():
+            output = output_of(engine, request)
+            ids = output.outputs[0].token_ids
+            for n in range(1, len(ids) + 1):
+                output.outputs[0].token_ids = ids[:n]
+                output.request_id = request.name
+                yield output
+
+        return [piece async for piece in hold(client, outputs(), wait_seconds=0.5)]
+
+    async def main(client):
+        client.abort_with(Engine())
         engine = SimulatedEngine(random.Random(8))
-        serve(client, engine)
-
-        async def ask(request):
-            async def outputs():
-                output = output_of(engine, request)
-                ids = output.outputs[0].token_ids
-                for n in range(1, len(ids) + 1):
-                    output.outputs[0].token_ids = ids[:n]
-                    output.request_id = request.name
-                    yield output
-
-            return [piece async for piece in hold(client, outputs(), wait_seconds=0.5)]
-
+        await asyncio.to_thread(serve, client, engine)
         n_stopped = 0
         for request in engine.requests:
             ids, n_prompt = engine.final(request), len(request.prompt)
             if len(ids) == n_prompt or request.reused:
                 continue
-            pieces = asyncio.run(ask(request))
+            pieces = await ask(client, engine, request)
             column = client.log_of(request.name).stop_column
             end = len(ids) - 1 if column is None else column
             shown = [token for piece in pieces for token in piece.ids]
@@ -281,4 +468,61 @@ def test_a_held_answer_ends_before_the_token_that_met_the_rule_and_others_before
             assert pieces[-1].n_withheld == len(ids) - end
             assert (pieces[-1].event is None) == (column is None)
             n_stopped += column is not None
-        assert n_stopped and set(aborted) == {event.request for event in client.events}
+        assert n_stopped and aborted == {event.request for event in client.events}
+
+    with VllmClient(file, tokenizer=Letters(), stops=ABORT) as client:
+        asyncio.run(main(client))
+
+
+def held(client, request, prompt, ids):
+    """What is shown of an answer that comes token by token."""
+
+    async def ask():
+        async def outputs():
+            for n in range(1, len(ids) + 1):
+                yield answer_of(request, prompt, ids[:n])
+
+        return [piece async for piece in hold(client, outputs(), wait_seconds=0.2)]
+
+    return asyncio.run(ask())
+
+
+def test_a_held_answer_names_the_event_that_stopped_it_and_none_after_it(folder):
+    with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
+        channel = Channel(client.receiver.address, 1000)
+        channel.send(lambda sequence: hello_of(client, sequence))
+        channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2], [5, 6, 7]))
+        for column, action in ((3, "record"), (3, "stop"), (3, "stop"), (3, "record"), (4, "record")):
+            channel.send(lambda sequence, c=column, a=action: met_of(sequence, "a-00000000", c, a))
+        channel.send(lambda sequence: step_of(client, sequence, [3, 4], [8, 9]))
+        assert client.wait(lambda: client.n_steps == 2, 5)
+        assert [action for _, action in client.actions] == ["record", "stop", "stop", "record", "record"]
+        pieces = held(client, "a", [5, 6], [7, 8, 9])
+        assert [token for piece in pieces for token in piece.ids] == [7]
+        assert pieces[-1].event is list(client.actions)[1][0] and pieces[-1].n_withheld == 2
+        channel.close()
+
+
+def test_a_held_answer_is_not_shown_by_the_scores_of_another_of_its_name(folder):
+    with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
+        channel = Channel(client.receiver.address, 1000)
+        channel.send(lambda sequence: hello_of(client, sequence))
+        channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3, 4], [5, 6, 7, 8, 9]))
+        channel.send(lambda sequence: ended_of(sequence, "a-00000000", 5))
+        assert client.wait(lambda: client.n_steps == 1, 5)
+        assert [piece.ids for piece in held(client, "a", [5, 6], [7, 8, 9])] == [(7,), (8,), ()]
+        assert [piece.ids for piece in held(client, "a", [5, 6], [7, 8, 1, 1])] == [(7,), ()]
+        assert [piece.ids for piece in held(client, "a", [5, 5], [7, 8, 9])] == [()]
+        channel.close()
+
+
+def test_a_held_answer_shows_nothing_after_a_dropped_message_which_may_have_been_a_stop(folder):
+    with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
+        channel = Channel(client.receiver.address, 1000)
+        channel.send(lambda sequence: hello_of(client, sequence))
+        channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2], [5, 6, 7]))
+        channel.n_dropped += 1  # that a rule stopped it at column 3
+        channel.send(lambda sequence: step_of(client, sequence, [3], [8]))
+        assert client.wait(lambda: client.n_steps == 2, 5)
+        assert [piece.ids for piece in held(client, "a", [5, 6], [7, 8, 9])] == [(7,), ()]
+        channel.close()

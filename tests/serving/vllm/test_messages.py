@@ -15,6 +15,7 @@ from probemon.errors import ConfigError
 from probemon.serving.vllm.channel import Channel
 from probemon.serving.vllm.messages import (
     CONFIG_KEY,
+    VERSION,
     Ended,
     Hello,
     RequestHead,
@@ -85,8 +86,8 @@ def test_what_is_no_message_is_refused(data):
 
 
 def test_a_worker_of_another_version_is_refused():
-    with pytest.raises(ConfigError, match="version 2 of the messages, this client 1"):
-        unpack(pack(dataclasses.replace(HELLO, version=2)))
+    with pytest.raises(ConfigError, match=f"version {VERSION + 1} of the messages, this client {VERSION}"):
+        unpack(pack(dataclasses.replace(HELLO, version=VERSION + 1)))
 
 
 def test_settings_come_back_from_the_config_of_an_engine():

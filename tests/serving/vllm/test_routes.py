@@ -11,7 +11,7 @@ import torch
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from test_client import hello_of, step_of
+from test_client import ended_of, hello_of, step_of
 from test_engine_watch import SITES
 
 import grouped_packs
@@ -27,6 +27,7 @@ from probemon.serving.vllm.installed import check_vllm
 from probemon.serving.vllm.messages import CONFIG_KEY, RuleMet
 from probemon.serving.vllm.metrics import EngineRun, process_metrics
 from probemon.serving.vllm.remote import RemoteScores
+from probemon.serving.vllm.request_log import LOST
 from probemon.serving.vllm.routes import SERVED, Routes, ServedEngine
 from probemon.serving.vllm.row_ends import check_stoppable, force_end
 from probemon.serving.vllm.serve import check_more, server_arguments
@@ -106,7 +107,7 @@ def test_an_answer_is_told_whole_and_what_is_vllms_is_left_to_it(served, file):
     told = json.loads(ask(served, "/probemon/requests/chatcmpl-7")[1])
     assert [token["position"] for token in told["tokens"]] == [0, 1, 2]
     assert [token["phase"] for token in told["tokens"]] == ["prompt", "prompt", "generated"]
-    assert told["tokens"][2]["fired"] == client.log_of("chatcmpl-7").as_message().scores.fired(2).tolist()
+    assert told["tokens"][2]["fired"] == client.log_of("chatcmpl-7").as_message().tokens.scores.fired(2).tolist()
     assert [event["action"] for event in told["events"]] == ["stop"]
     choice = {"index": 0, "token_ids": [7, 8]}
     reply = {"id": "chatcmpl-7", "prompt_token_ids": [5, 6], "choices": [choice]}
@@ -124,6 +125,38 @@ def test_an_answer_is_told_whole_and_what_is_vllms_is_left_to_it(served, file):
     assert 'probemon_tokens_total{phase="prompt",unseen=""} 2.0' in text
     assert 'probemon_tokens_total{phase="generated",unseen=""} 1.0' in text
     assert 'probemon_events_total{action="stop"} 1.0' in text and 'probemon_fired_total{concept="c1"}' in text
+    channel.close()
+
+
+def test_several_prompts_of_a_completion_have_several_requests_and_each_choice_its_own(served, file):
+    client, channel = served.client, served.channel
+    channel.send(lambda sequence: hello_of(client, sequence))
+    own = {f"{j}_cmpl-9-{i}-0000000{i}": [5 + i, 6, 7 + j] for i in range(2) for j in range(2)}
+    own |= {"cmpl-8-0-00000000": [5, 6, 7], "cmpl-8-1-00000001": [6, 6, 7]}
+    for request, ids in own.items():
+        channel.send(lambda sequence, r=request, ids=ids: step_of(client, sequence, [0, 1, 2], ids, r))
+    channel.n_dropped += 1  # the first step of the next one
+    channel.send(lambda sequence: step_of(client, sequence, [2], [7], "cmpl-7-0-00000000"))
+    assert client.wait(lambda: client.n_steps == 7, 5)
+    remote = RemoteScores(f"http://127.0.0.1:{served.port}", file, token=TOKEN)
+
+    def reply_of(name, *rows):
+        choices = [{"index": k, "prompt_token_ids": ids[:2], "token_ids": ids[2:]} for k, ids in enumerate(rows)]
+        return {"id": name, "object": "text_completion", "choices": choices}
+
+    result = remote.result(reply_of("cmpl-8", [5, 6, 7, 1], [6, 6, 7, 1]))
+    assert result.coverage.unseen == ("", "", "", LAST) * 2
+    rows = [[5, 6, 7, 1], [5, 6, 8, 1], [6, 6, 7, 1], [6, 6, 8, 1]]
+    result = remote.result(reply_of("cmpl-9", *rows))
+    assert result.coverage.unseen == ("", "", "", LAST) * 4
+    assert result.token_id.reshape(4, 4).tolist() == rows
+    with pytest.raises(AlignmentError, match="404"):
+        remote.result(reply_of("cmpl-9", *reversed(rows)))
+    assert remote.result(reply_of("cmpl-7", [5, 6, 7, 1])).coverage.unseen == (LOST, LOST, "", LAST)
+    channel.send(lambda sequence: ended_of(sequence, "cmpl-8-0-00000000", 3))
+    assert client.wait(lambda: not client.log_of("cmpl-8-0").under_way, 5)
+    with pytest.raises(AlignmentError, match="the engine ran 3 tokens, the output has 2"):
+        remote.result(reply_of("cmpl-8", [5, 6, 7]))
     channel.close()
 
 

@@ -158,6 +158,9 @@ def test_forms_of_an_update_are_what_was_measured():
     others = {task: max(sum(v) for (t, m), v in mean.items() if t == task and m not in (task,)) for task in own}
     assert {task for task in own if own[task] > others[task]} == {"head_groups", "kronecker", "film"}
     assert sum(mean["rank_mask", "low_rank"]) > own["rank_mask"] > sum(mean["rank_mask", "low_rank, rank 4"])
+    apart = {task: max(mean[task, task]) - min(mean[task, task]) for task in own}
+    assert f"its seeds are {apart.pop('rank_mask'):.2f} apart".replace("0.", ".") in page
+    assert max(apart.values()) <= 0.02
 
 
 def test_what_kernels_of_forms_could_spare_is_what_was_counted():

@@ -167,8 +167,10 @@ class InputMaker:
         prepared = {} if prepared is None else prepared
         blocks = []
         for spec in self.specs:
-            key = spec, self._dtype
-            if key not in prepared:
+            key, exact = (spec, self._dtype), (spec, torch.float32)
+            if key not in prepared and self._keeps_raw and exact in prepared:
+                prepared[key] = prepared[exact].to(self._dtype)  # as `prepare_input` rounds
+            elif key not in prepared:
                 prepared[key] = self._normalise(hidden[spec.site].to(self._device), spec, self._dtype)
             blocks.append(prepared[key])
         raw = tuple(hidden[spec.site] for spec in self.specs) if self._keeps_raw else ()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from probemon.core.checks import check_choice
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import Inputs
+from probemon.core.inputs import Inputs, Prepared
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
 from probemon.engine.choice import BATCH, STRATEGIES, Choice, Trial
@@ -53,13 +53,15 @@ class Evaluator(Protocol):
 
     choice: Choice
 
-    def inputs(self, hidden: Mapping[str, Tensor]) -> Any:
-        """Normalise and round hidden states, `[N, D]` at every site."""
+    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Any:
+        """Normalise and round hidden states, `[N, D]` at every site; `prepared` holds what is there already."""
 
     def everything(self, inputs: Any) -> Floats:
         """Return scores `[N, P]` fp32 of every probe, by its pack's score rule; NaN where there is none."""
 
-    def begin(self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | StepUnderWay:
+    def begin(
+        self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints, prepared: Prepared | None = None
+    ) -> Outcome | StepUnderWay:
         """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
 
     def evaluate(
@@ -107,19 +109,24 @@ class Engine:
 
             self.on_device = OnDevice(pack, self.scores, outcomes)
 
-    def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
-        return self.scorer.inputs.make(hidden)
+    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
+        return self.scorer.inputs.make(hidden, prepared)
 
     def everything(self, inputs: Inputs) -> Floats:
         return self.exhaustive.everything(inputs)
 
     def begin(
-        self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
+        self,
+        plan: CascadePlan,
+        hidden: Mapping[str, Tensor],
+        retained: Mask,
+        keep: Ints,
+        prepared: Prepared | None = None,
     ) -> Outcome | StepUnderWay:
         way = self.way(plan, len(retained), retained, self.choice.step)
         if way is self.on_device and self.on_device is not None:
-            return self.on_device.begin(plan, lambda: self.inputs(hidden), hidden.values(), retained, keep)
-        return way.evaluate(plan, self.inputs(hidden), retained, keep)
+            return self.on_device.begin(plan, lambda: self.inputs(hidden, prepared), hidden.values(), retained, keep)
+        return way.evaluate(plan, self.inputs(hidden, prepared), retained, keep)
 
     def evaluate(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None

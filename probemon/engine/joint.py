@@ -122,8 +122,8 @@ class JointEngine:
                     engine.on_device.side = side
         self.choice = Choice("descent", "descent", "not measured")
 
-    def inputs(self, hidden: Mapping[str, Tensor]) -> JointInputs:
-        prepared: Prepared = {}  # what several packs read is made once
+    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> JointInputs:
+        prepared = {} if prepared is None else prepared  # what several packs read is made once
         inputs = {id(scorer): scorer.inputs.make(hidden, prepared) for scorer in self._scorers}
         return JointInputs(tuple(inputs[id(engine.scorer)] for engine in self.engines))
 
@@ -134,13 +134,18 @@ class JointEngine:
         return self._laid_out(self._in_step(asking, inputs, [None] * len(self.engines)), np.float32)
 
     def begin(
-        self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
+        self,
+        plan: JointPlan,
+        hidden: Mapping[str, Tensor],
+        retained: Mask,
+        keep: Ints,
+        prepared: Prepared | None = None,
     ) -> Outcome | StepUnderWay:
         before = self._split(retained)
         ways = self._ways(plan, len(retained), before, [engine.choice.step for engine in self.engines])
         if not self._all_on_device(ways):
-            return self.evaluate(plan, self.inputs(hidden), retained, keep)
-        return self._begun(plan, lambda: self.inputs(hidden), list(hidden.values()), before, keep)
+            return self.evaluate(plan, self.inputs(hidden, prepared), retained, keep)
+        return self._begun(plan, lambda: self.inputs(hidden, prepared), list(hidden.values()), before, keep)
 
     def evaluate(
         self, plan: JointPlan, inputs: JointInputs, retained: Mask | None, keep: Ints, strategy: str | None = None

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from probemon.core.checks import check_count
 from probemon.core.concept_names import Wanted
-from probemon.core.familiarity import FarStates
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, check_states, prepare_input
+from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, Prepared, check_states, prepare_input
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
@@ -29,6 +28,7 @@ from probemon.engine.audit import check_rate, compare
 from probemon.engine.build import choose_for, engines_of
 from probemon.engine.choice import Choice
 from probemon.engine.engine import Engine, Evaluator, StepUnderWay
+from probemon.engine.far_states import FarStates
 from probemon.engine.joint import JointArena, JointEngine, JointInputs, JointPlan
 from probemon.engine.kernels import check_device
 from probemon.engine.memory.arena import Arena
@@ -88,7 +88,7 @@ class Scorer:
             NO_SCORE: "its score is not a number: with a state this large, sums of an active probe overflow float32",
         }
         self._hidden_size = self._parts[0].pack.architecture.hidden_size
-        self._familiar = _familiar_inputs([part.pack for part in self._parts], self.device)
+        self._familiar = _familiar_inputs([part.pack for part in self._parts], self.device, self.impl)
         self.plan = self.plan_with(())
         engines = engines_of(
             self._parts,
@@ -150,7 +150,8 @@ class Scorer:
         A row whose state, or a score of it, is not a number is unseen and keeps its retained set.
         """
         sites = self._sites(hidden)
-        inputs, far = self.engine.inputs(sites), self._far(sites)
+        prepared: Prepared = {}
+        far, inputs = self._far(sites, prepared), self.engine.inputs(sites, prepared)
         n, shape = len(inputs), (len(inputs), self.pack.n_probes)
         if state is not None and not isinstance(state, RowState):
             raise ConfigError(
@@ -217,7 +218,8 @@ class Scorer:
         keep, parts = np.asarray(last, dtype=np.int64), []
         for at in range(0, n_tokens, size):
             batch = {site: x[at : at + size] for site, x in sites.items()}
-            inputs, far = self.engine.inputs(batch), self._far(batch)
+            prepared: Prepared = {}
+            far, inputs = self._far(batch, prepared), self.engine.inputs(batch, prepared)
             in_batch = np.flatnonzero((keep >= at) & (keep < at + size))
             some = None if audit is None else audit[at : at + size]
             scores, kept[in_batch] = self.evaluate(plan, inputs, None, keep[in_batch] - at, some, strategy, far=far)
@@ -243,21 +245,26 @@ class Scorer:
 
     def begin(self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None) -> BegunStep:
         """Begin a step of rows `[N, D]`; a GPU is at it beside the host model, until it is waited for."""
-        keep, far = np.arange(len(retained)), self._far(hidden)
+        prepared: Prepared = {}
+        keep, far = np.arange(len(retained)), self._far(hidden, prepared)
         if audit is None:
-            return BegunStep(self, plan, self.engine.begin(plan, hidden, retained, keep), far=far)
-        inputs = self.engine.inputs(hidden)
+            return BegunStep(self, plan, self.engine.begin(plan, hidden, retained, keep, prepared), far=far)
+        inputs = self.engine.inputs(hidden, prepared)
         outcome = self.engine.evaluate(plan, inputs, retained, keep)
         return BegunStep(self, plan, outcome, self._audited(plan, inputs, outcome, audit), far)
 
-    def _far(self, hidden: Mapping[str, Tensor]) -> Tensor | None:
-        """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says."""
+    def _far(self, hidden: Mapping[str, Tensor], prepared: Prepared) -> Tensor | None:
+        """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says.
+        Their inputs in fp32 are put into `prepared`.
+        """
         under = torch.is_autocast_enabled(self.device.type)  # the caller's, which would round a product to its dtype
+        far = []
         with torch.autocast(self.device.type, enabled=False) if under else nullcontext():
-            far = [
-                far_states(prepare_input(hidden[spec.site].to(self.device), spec, torch.float32))
-                for spec, far_states in self._familiar
-            ]
+            for spec, far_states in self._familiar:
+                key = spec, torch.float32
+                if key not in prepared:
+                    prepared[key] = prepare_input(hidden[spec.site].to(self.device), spec, torch.float32)
+                far.append(far_states(prepared[key]))
         return None if not far else far[0] if len(far) == 1 else torch.stack(far).amax(0)
 
     def _audited(self, plan: Plan, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
@@ -372,10 +379,15 @@ def _rebuilt(
     return manager
 
 
-def _familiar_inputs(packs: Sequence[ProbePack], device: torch.device) -> list[tuple[InputSpec, FarStates]]:
+def _familiar_inputs(packs: Sequence[ProbePack], device: torch.device, impl: str) -> list[tuple[InputSpec, FarStates]]:
     """Return what packs know of the states that they were calibrated on, each once, on a device."""
+    few: Any = None
+    if impl == "numba":
+        from probemon.engine.kernels.numba_far import far_few
+
+        few = far_few
     known = {
-        (spec, id(familiar)): (spec, FarStates(familiar, device))
+        (spec, id(familiar)): (spec, FarStates(familiar, device, few))
         for pack in packs
         for spec, familiar in zip(pack.inputs, pack.familiar, strict=True)
         if familiar is not None

@@ -9,9 +9,10 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.familiarity import Familiar, FarStates
+from probemon.core.familiarity import Familiar
 from probemon.core.inputs import prepare_input
 from probemon.core.scores import unlike
+from probemon.engine.far_states import FarStates
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.monitor.summary import summarise
 from probemon.packs.copies import copy_pack
@@ -49,6 +50,7 @@ def test_same_states_give_the_same_and_company_changes_nothing():
     a, b = (Familiar.of(states(500, 2), states(300, 3)) for _ in range(2))
     assert torch.equal(a.basis, b.basis) and a.limit == b.limit and len(a.basis) == 12  # half of the width
     many, fast = states(400, 4), FarStates(a, torch.device("cpu"))
+    few = FarStates(a, torch.device("cpu"), pytest.importorskip("probemon.engine.kernels.numba_far").far_few)
     many[::7] *= torch.rand(58, 1, generator=torch.Generator().manual_seed(6)) * 2
     # On the limit itself, as nearly as fp32 can say.
     along = (many - a.mean) @ a.basis.float().T @ a.basis.float()
@@ -56,7 +58,10 @@ def test_same_states_give_the_same_and_company_changes_nothing():
     many[1::7] = (a.mean + along + off * (a.limit**0.5 / off.norm(dim=1, keepdim=True)))[1::7]
     alone = torch.cat([fast(one[None]) for one in many])
     assert torch.equal(a.far(many), alone) and torch.equal(fast(many), alone) and 20 < int(alone.sum()) < 100
-    assert fast(torch.full((1, 24), torch.inf)).tolist() == fast(torch.full((1, 24), torch.nan)).tolist() == [0]
+    for at in range(0, 400, 8):
+        assert torch.equal(few(many[at : at + 8]), alone[at : at + 8])
+    for one in (fast, few):
+        assert one(torch.full((1, 24), torch.inf)).tolist() == one(torch.full((1, 24), torch.nan)).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
                 plan.start,
                 retained,
                 plan.expand_threshold,
+                two_sites.alert_threshold.numpy(),
                 **rest,
             )
     kept = torch.full((4, 2), -1, dtype=torch.int32)

@@ -2,11 +2,13 @@
 
 probemon doctor demo
 probemon doctor MODEL PACK --device cuda --json
+probemon doctor MODEL PACK --measure --text mails.jsonl
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,26 +31,49 @@ def doctor(
     threads: Threads = 0,
     alert_set: AlertSet = None,
     strict: Strict = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also measure what settings cost and find, and what watching adds.")
+    ] = False,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="With --measure: documents, the first of which is read."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that MODEL can be watched by PACK here: versions, device, pack, model, whether they fit, the kernel, and a
     short generation whose scores are compared with those of an unwatched one. Says what is wrong, and what to do.
+
+    With --measure, settings are tried on the states of a text: how many probes each evaluates, how long that takes, and
+    how much of what fires it finds.
 
     Exit status 0 where nothing failed (there may be warnings), 1 where something did.
     """
     packs = [pack_for(model, pack), *(more_packs or ())]
     use_threads(threads)
     from probemon.cli.examination import Examination
+    from probemon.errors import ConfigError
     from probemon.host.loading import check_dtype
+    from probemon.offline.documents import read_documents
 
     check_dtype(dtype)
+    if text is not None and not measure:
+        raise ConfigError("--text is for --measure: add it")
+    if text is not None:
+        next(iter(read_documents(text)), None)  # what cannot be read is said before a model is loaded
     examination = Examination(model, packs, device=device, dtype=dtype, alert_set=alert_set, strict=strict)
     examination.run(load_aloud)
-    health = examination.health
-    if as_json:
-        answer({"model": model, "packs": packs, **health.as_dict()})
-    else:
+    health, measured = examination.health, None
+    if not as_json:
         _show(health)
+    if measure and health.ok and examination.pack is not None:
+        from probemon.cli.measured_settings import MeasuredSettings
+
+        measured = MeasuredSettings.on(examination.host, examination.tokenizer, examination.pack, device, text)
+        if not as_json:
+            measured.show()
+    if as_json:
+        settings = {} if measured is None else {"settings": measured.as_dict()}
+        answer({"model": model, "packs": packs, **health.as_dict(), **settings})
     if not health.ok:
         raise typer.Exit(1)
 

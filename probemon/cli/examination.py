@@ -49,7 +49,7 @@ class Examination:
         self._device, self.checks = device, list[Check]()
         self.pack: AnyPack | None = None
         self.host: Any = None
-        self._tokenizer: Any = None
+        self.tokenizer: Any = None
         self._manager: DynamicProbeManager | None = None
 
     @property
@@ -126,7 +126,7 @@ class Examination:
                 self.checks.append(Check("pack", FAILED, str(error), "Name packs and sets as probemon inspect does."))
 
     def _load(self, load: Load) -> Check:
-        self.host, self._tokenizer = load(self._name, self._device, self._dtype)
+        self.host, self.tokenizer = load(self._name, self._device, self._dtype)
         n_weights = sum(weight.numel() for weight in self.host.parameters())
         number = str(self.host.dtype).removeprefix("torch.")
         plain = [(name, weight) for name, weight in self.host.named_parameters() if not is_wrapping_tensor(weight)]
@@ -155,11 +155,11 @@ class Examination:
         return Check("sites", OK, f"{', '.join(sites)} of {len(find_layers(host)[1])} layers can be read")
 
     def _look_at_tokenizer(self) -> Check:
-        n_ids, n_rows = len(self._tokenizer), self.host.get_input_embeddings().num_embeddings
+        n_ids, n_rows = len(self.tokenizer), self.host.get_input_embeddings().num_embeddings
         if n_ids > n_rows:
             what = f"the tokenizer has {n_ids:,} tokens, and the model embeddings for {n_rows:,}"
             return Check("tokenizer", FAILED, what, "Give the model the tokenizer that it was trained with.")
-        has = "a chat template" if getattr(self._tokenizer, "chat_template", None) else "no chat template"
+        has = "a chat template" if getattr(self.tokenizer, "chat_template", None) else "no chat template"
         return Check("tokenizer", OK, f"{n_ids:,} tokens, {has}")
 
     # -- what scores, and whether its scores are right -------------------------------------------
@@ -198,7 +198,7 @@ class Examination:
         self._try("canary", remedy, self._hear, self._manager)
 
     def _hear(self, manager: DynamicProbeManager) -> Check:
-        canary = Canary(manager, self.host, self._tokenizer, n_tokens=_CANARY_TOKENS, **_padding(self.host))
+        canary = Canary(manager, self.host, self.tokenizer, n_tokens=_CANARY_TOKENS, **_padding(self.host))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other weights: the check of the fit says it
             canary.sing()  # compiles, and fills caches

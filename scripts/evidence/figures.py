@@ -67,6 +67,19 @@ def host(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def settings(found: dict[str, Any]) -> list[str]:
+    """What settings cost and find, by pack."""
+    lines = ["| pack | settings | evaluated a token | dropped | µs a step | found |", "|---|---|---|---|---|---|"]
+    for pack, said in found["packs"].items():
+        for trial in said["trials"]:
+            changes = ", ".join(f"`{name}={value}`" for name, value in trial["changes"].items())
+            lines.append(
+                f"| `{pack}` | {changes or 'as the pack recommends'} | {trial['n_evaluated']:.1f} |"
+                f" {trial['n_dropped']:.1f} | {trial['step_us']:,.0f} | {100 * trial['found']:.1f} % |"
+            )
+    return lines
+
+
 def grid(found: dict[str, Any]) -> list[str]:
     """Each cell: the floor, ours, the fastest other way, and the loop."""
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
@@ -474,6 +487,7 @@ TABLES = {
     "bem.json": (bem_claims, bem_grid),
     "cpu.json": (claims, host, grid),
     "quality.json": (rules, retained),
+    "settings.json": (settings,),
     "mails.json": (mails,),
     "corpus.json": (corpus,),
     "architectures.json": (architectures,),

@@ -13,6 +13,7 @@ import typer
 from conftest import make_model, make_pack
 from corpora import make_tokenizer
 from probemon.cli import app as cli
+from probemon.cli import measured_settings
 from probemon.engine import kernels
 
 COMMANDS = typer.main.get_command(cli.app)
@@ -151,6 +152,24 @@ def test_versions_that_were_not_tried_and_too_many_threads_are_named(doctor, tin
         torch.set_num_threads(n_threads)
     assert code == 1 and by_state(answer, "failed") == {"versions": "transformers is 5.99.0, <5.24,>=5.0 is needed"}
     assert by_state(answer, "warning")["threads"].startswith(f"{too_many} threads of torch on")
+
+
+def test_settings_are_measured_on_a_text_of_ones_own(doctor, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(measured_settings, "_SECONDS", 0.5)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "ships and whales at sea", "id": "mine"}) + "\n")
+    code, answer, error = doctor(tiny / "model", tiny / "pack", "--measure", "--text", tmp_path / "texts.jsonl")
+    said = answer["settings"]
+    assert code == 0 and error == "" and said["text"] == "mine" and said["n_tokens"] > 3
+    assert said["trials"][0]["changes"] == {} and said["trials"][-1]["changes"] == {"strategy": "exhaustive"}
+    assert said["trials"][-1]["evaluated"] == 40 and said["interval_pct"][0] <= said["overhead_pct"]
+    code, out, _ = doctor(tiny / "model", tiny / "pack", "--measure", text=True)
+    assert code == 0 and "as the pack recommends" in out and "a text of ours" in out and "watching adds" in out
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": ""}) + "\n")
+    code, _, error = doctor(tiny / "model", tiny / "pack", "--measure", "--text", tmp_path / "texts.jsonl")
+    assert code == 2 and "no document of" in error
+    for arguments in (["--text", tmp_path / "texts.jsonl"], ["--measure", "--text", tmp_path / "nowhere.jsonl"]):
+        code, answer, error = doctor(tiny / "nowhere", tiny / "pack", *arguments)
+        assert (code == 2 and answer == {} and error.count("\n") == 1 and "--text" in error) or "nowhere.jsonl" in error
 
 
 @pytest.mark.parametrize("arguments", [["tiny"], ["demo", "--dtype", "int3"], ["demo", "--threads", "-1"], []], ids=str)

@@ -219,6 +219,16 @@ def test_how_soon_and_how_falsely_drift_is_found_is_what_was_simulated():
     assert found["drift_detect_requests"] <= 1000
 
 
+def test_what_settings_cost_and_find_is_what_was_measured():
+    found, page = result("settings.json"), page_of("docs/settings.md")
+    assert flat(figures.settings(found)) in page and "passage of 218 tokens" in page
+    for said in found["packs"].values():
+        by_name = {json.dumps(trial["changes"]): trial for trial in said["trials"]}
+        exact, one = by_name['{"load_threshold": "exact"}'], by_name['{"max_rounds": 1}']
+        assert said["n_tokens"] == 218 and exact["found"] == by_name["{}"]["found"] == 1 > one["found"]
+        assert one["n_evaluated"] < exact["n_evaluated"] < said["n_probes"]
+
+
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
     measured, page = result("cpu.json"), page_of("docs/performance.md")
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)

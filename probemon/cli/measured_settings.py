@@ -1,0 +1,105 @@
+"""What `probemon doctor --measure` says of settings: what a text of the user's own costs and shows under each.
+
+measured = MeasuredSettings.on(host, tokenizer, pack, device, documents)       # None: a text of ours
+measured.show()
+measured.as_dict()
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from probemon.cli.terminal import plain_table, say, terminal
+from probemon.engine.setting_trials import SettingTrial, try_settings
+from probemon.errors import ConfigError
+from probemon.manager import DynamicProbeManager
+from probemon.monitor.overhead import Overhead, overhead
+from probemon.offline.documents import read_documents
+from probemon.offline.state_reader import StateReader
+from probemon.offline.windows import Reading, shards
+from probemon.packs.group import AnyPack
+
+MOST_TOKENS = 512
+_PROMPT_TOKENS = 32  # of the text, which the host is given to go on from
+_SECONDS = 30.0
+TEXT = (
+    "The harbour master kept two ledgers. In one he wrote the ships: their tonnage, their cargo of grain or timber or"
+    " whale oil, the duty each captain owed to the town. In the other he wrote the weather, because his father had, and"
+    " because a storm that nobody foresaw had once cost forty families a son. When the doctor asked which of the two"
+    " mattered more, he laughed, bought her a cup of coffee, and said that money could be counted again next morning."
+)
+
+
+@dataclass(frozen=True)
+class MeasuredSettings:
+    """Holds the trials, how many tokens of which text they had, and what watching adds to a step of the host."""
+
+    trials: list[SettingTrial]
+    n_tokens: int
+    text: str
+    cost: Overhead
+
+    @classmethod
+    def on(cls, host: Any, tokenizer: Any, pack: AnyPack, device: str, documents: Path | None) -> MeasuredSettings:
+        """Measure on the first document that can be read. Raises `ConfigError` where there is none."""
+        source = [{"text": TEXT}] if documents is None else documents
+        reader = StateReader(host, tokenizer, list(pack.sites), Reading())
+        read = next((one for shard in shards(read_documents(source)) for one in reader.states([shard])), None)
+        if read is None:
+            raise ConfigError(f"no document of {documents} has a token: give --text a file with texts")
+        document, tokens, states = read
+        some = {site: hidden[:MOST_TOKENS] for site, hidden in states.items()}
+        trials = try_settings(pack, some, device=device)
+        ids = torch.as_tensor(tokens.ids[:_PROMPT_TOKENS], device=host.device)[None]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        cost = overhead(DynamicProbeManager(pack, device=device), host, inputs, most_seconds=_SECONDS)
+        text = "a text of ours, which says little of yours: give --text" if documents is None else document.id
+        return cls(trials, min(MOST_TOKENS, len(tokens)), text, cost)
+
+    def show(self) -> None:
+        """Print a line for each trial, and what watching adds."""
+        say("", f"settings, on {self.n_tokens} tokens of {self.text}")
+        table = plain_table()
+        table.add_column("settings", no_wrap=True)
+        for head in ("evaluated a token", "dropped", "µs a step", "found"):
+            table.add_column(head, justify="right")
+        for trial in self.trials:
+            found = "nothing fires" if math.isnan(trial.found) else f"{100 * trial.found:.1f}%"
+            numbers = f"{trial.n_evaluated:.1f}", f"{trial.n_dropped:.1f}", f"{trial.step_us:,.0f}", found
+            table.add_row(_named(trial), *numbers)
+        terminal(soft_wrap=False).print(table)
+        low, high = self.cost.interval_pct
+        say(
+            f"watching adds {self.cost.overhead_pct:+.1f} % ({low:+.1f} to {high:+.1f}) to a step of"
+            f" {self.cost.host_ms:.1f} ms; {self.cost.monitor_ms:.2f} ms of it inside our hooks"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same for JSON."""
+        return {
+            "n_tokens": self.n_tokens,
+            "text": self.text,
+            "trials": [
+                {
+                    "changes": dict(trial.changes),
+                    "evaluated": trial.n_evaluated,
+                    "dropped": trial.n_dropped,
+                    "step_us": trial.step_us,
+                    "found": trial.found,
+                }
+                for trial in self.trials
+            ],
+            "host_ms": self.cost.host_ms,
+            "overhead_pct": self.cost.overhead_pct,
+            "interval_pct": list(self.cost.interval_pct),
+            "hooks_ms": self.cost.monitor_ms,
+        }
+
+
+def _named(trial: SettingTrial) -> str:
+    return ", ".join(f"{name}={value}" for name, value in trial.changes.items()) or "as the pack recommends"

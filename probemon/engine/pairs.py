@@ -51,7 +51,7 @@ class PairScorer:
         self.arena, self.device, self.impl = arena, device, impl
         self.resident, self.prefetch = resident, prefetch
         specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
-        self.inputs = InputMaker(specs, packs[0].input_dtype, device, _normalise if impl == "triton" else None)
+        self.inputs = _input_maker(specs, packs[0].input_dtype, device, impl)
         self.n_probes = sum(pack.n_probes for pack in packs)
         self.groups = SoftmaxGroups.join([pack.tree.groups for pack in packs])
         self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
@@ -214,7 +214,16 @@ class PackScores:
             pass
 
 
-def _normalise(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
-    from probemon.engine.kernels.triton_pairs import normalise_triton
+def _input_maker(specs: Sequence[InputSpec], dtype: torch.dtype, device: torch.device, impl: str) -> InputMaker:
+    if impl == "triton":
+        from probemon.engine.kernels.triton_pairs import normalise_triton
 
-    return normalise_triton(hidden, spec.norm, spec.eps, dtype)
+        def normalise(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
+            return normalise_triton(hidden, spec.norm, spec.eps, dtype)
+
+        return InputMaker(specs, dtype, device, normalise, keeps_raw=False)
+    if impl == "numba":
+        from probemon.engine.kernels.numba_inputs import prepare_numba, rounded_numba
+
+        return InputMaker(specs, dtype, device, prepare_numba, rounded=rounded_numba)
+    return InputMaker(specs, dtype, device, rounded=Tensor.to)

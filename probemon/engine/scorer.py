@@ -19,7 +19,7 @@ from torch import Tensor
 from probemon.core.checks import check_count
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, Prepared, check_states, prepare_input
+from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, Prepared, check_states
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
@@ -99,6 +99,7 @@ class Scorer:
             late=late,
             prefetch=prefetch,
         )
+        self._maker = engines[0].scorer.inputs
         self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
         self.engine = self._evaluator(engines)
         self.strategy = self.engine.choose(self.plan, strategy)
@@ -263,7 +264,7 @@ class Scorer:
             for spec, far_states in self._familiar:
                 key = spec, torch.float32
                 if key not in prepared:
-                    prepared[key] = prepare_input(hidden[spec.site].to(self.device), spec, torch.float32)
+                    prepared[key] = self._maker.exact(hidden[spec.site], spec)
                 far.append(far_states(prepared[key]))
         return None if not far else far[0] if len(far) == 1 else torch.stack(far).amax(0)
 
@@ -383,7 +384,7 @@ def _familiar_inputs(packs: Sequence[ProbePack], device: torch.device, impl: str
     """Return what packs know of the states that they were calibrated on, each once, on a device."""
     few: Any = None
     if impl == "numba":
-        from probemon.engine.kernels.numba_far import far_few
+        from probemon.engine.kernels.numba_inputs import far_few
 
         few = far_few
     known = {

@@ -50,7 +50,7 @@ def test_same_states_give_the_same_and_company_changes_nothing():
     a, b = (Familiar.of(states(500, 2), states(300, 3)) for _ in range(2))
     assert torch.equal(a.basis, b.basis) and a.limit == b.limit and len(a.basis) == 12  # half of the width
     many, fast = states(400, 4), FarStates(a, torch.device("cpu"))
-    few = FarStates(a, torch.device("cpu"), pytest.importorskip("probemon.engine.kernels.numba_far").far_few)
+    few = FarStates(a, torch.device("cpu"), pytest.importorskip("probemon.engine.kernels.numba_inputs").far_few)
     many[::7] *= torch.rand(58, 1, generator=torch.Generator().manual_seed(6)) * 2
     # On the limit itself, as nearly as fp32 can say.
     along = (many - a.mean) @ a.basis.float().T @ a.basis.float()

@@ -214,3 +214,26 @@ def test_a_corpus_is_not_scored_by_a_site_of_another_shape(tmp_path, change, wor
         list(score_documents(manager, model, make_tokenizer(), documents))
     with pytest.warns(UserWarning), pytest.raises(NotSupportedHost, match=words):
         list(CorpusScorer(manager, model, make_tokenizer(), Reading()).reader.states(shards(documents)))
+
+
+@pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_compiled_code_prepares_inputs_to_the_last_bit(norm, dtype, of):
+    numba_inputs = pytest.importorskip("probemon.engine.kernels.numba_inputs")
+    generator = torch.Generator().manual_seed(0)
+    for n, d in [(1, 1), (1, 7), (1, 576), (3, 64), (40, 130), (0, 8)]:
+        for eps in (1e-5, 1e-38, 0.0):
+            x = torch.randn(n, d, generator=generator) * 10.0 ** torch.randint(-30, 30, (n, 1), generator=generator)
+            x[::5, ::3] = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 3e38])[n % 5]
+            x[1::7] = 0
+            hidden, spec = x.to(of), InputSpec("resid_post.0", norm, eps)
+            expected = prepare_input(hidden, spec, dtype)
+            found = numba_inputs.prepare_numba(hidden, spec, dtype)
+            assert found.dtype == torch.float32 and torch.equal(found.isnan(), expected.isnan())
+            number = ~expected.isnan()
+            assert torch.equal(found[number], expected.float()[number])
+            assert torch.equal(found.signbit()[number], expected.signbit()[number])
+    strided = torch.randn(64, 9, generator=generator).T
+    spec = InputSpec("resid_post.0", norm, 1e-5)
+    assert torch.equal(numba_inputs.prepare_numba(strided, spec, dtype), prepare_input(strided, spec, dtype).float())

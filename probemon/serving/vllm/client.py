@@ -355,28 +355,35 @@ class VllmClient:
 
         def is_complete(log: RequestLog, with_end: bool) -> bool:
             whole = not log.under_way or (log.n_columns >= n_run and not with_end)
-            return whole and (cached is None or cached == log.first_column)
+            of_all = log.ended is None or log.ended.n_columns >= n_run  # else of a shorter answer of its name
+            return whole and of_all and (cached is None or cached == log.first_column)
 
-        def of_newest(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, Tokens] | None:
+        def of_best(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, Tokens] | None:
+            """Return the log with the most scores of the answer, of several such the newest: all have its tokens."""
+            fitting = list[tuple[RequestLog, Tokens]]()
             for log in known():
                 if not complete or is_complete(log, with_end):
                     lost = log.lost(self.receiver.n_lost)
                     try:
-                        return log, log.tokens(ids, n_prompt, lost=lost, cut_short=cut_short)
+                        fitting.append((log, log.tokens(ids, n_prompt, lost=lost, cut_short=cut_short)))
                     except AlignmentError as error:
                         wrong[log.request] = error
-            return None
+
+            def rank(one: tuple[RequestLog, Tokens]) -> tuple[bool, int]:
+                return cached in (None, one[0].first_column), int(one[1].scores.coverage.seen.sum())
+
+            return max(fitting, key=rank, default=None)
 
         # An end comes soon after its answer; but of an engine in this process with the next step, which nobody may ask.
         for with_end, seconds in ((True, min(_END_SECONDS, timeout_seconds)), (False, timeout_seconds)):
             end = began + seconds
             while self.wait(lambda: any(is_complete(log, with_end) for log in known()), end - time.monotonic()):  # noqa: B023
                 with self._changed:
-                    made = of_newest(complete=True, with_end=with_end)
+                    made = of_best(complete=True, with_end=with_end)
                 if made is not None:
                     return made
         with self._changed:  # what there is, in time
-            made = of_newest(complete=False)
+            made = of_best(complete=False)
         if made is not None:
             return made
         if wrong:

@@ -324,6 +324,22 @@ def test_a_result_is_of_the_request_whose_tokens_it_has_though_others_had_its_na
     channel.close()
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_answer_has_its_own_scores_though_a_newer_one_of_its_name_begins_alike(client, dropped):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3], [5, 6, 7, 8]))
+    channel.send(lambda sequence: ended_of(sequence, "a-00000000", 4))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2], [5, 6, 7], "a-00000001"))
+    channel.n_dropped += dropped  # its fourth token, another one
+    channel.send(lambda sequence: ended_of(sequence, "a-00000001", 3 + dropped))
+    assert client.wait(lambda: len(client.requests()) == 2 and not client.requests()[1].under_way, 5)
+    assert client.result(answer_of("a", [5, 6], [7, 8, 9])).coverage.unseen == ("", "", "", "", LAST)
+    if not dropped:
+        assert client.result(answer_of("a", [5, 6], [7, 9])).coverage.unseen == ("", "", "", LAST)
+    channel.close()
+
+
 def test_a_request_whose_first_message_was_dropped_has_lost_it(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))

@@ -62,9 +62,11 @@ from probemon.serving.vllm.watched import check_rules, watched_sha256
 from probemon.tracking.recording import Tokens
 
 Listener = Callable[[Message], object]
+FIXED_NAMES = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 STOP_ROWS = "probemon.serving.vllm.stop:StopRows"
 IN_STEP, ABORT, TOLD = STOPS = ("in_step", "abort", "told")
 NOT_RUN = "its request ended before the engine ran it"
+NOT_KNOWN = "its request ended before the engine ran it, or what came of it was dropped or is forgotten (keep_requests)"
 _END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
 
 
@@ -115,11 +117,12 @@ class VllmClient:
         self.hello: Hello | None = None  # what the newest worker said of itself
         self.mismatch: ConfigError | None = None  # once a worker of something else has sent to this client
         self.n_hellos = self.n_steps = 0
+        self.n_untold = 0  # requests that ended since tokens came, and none of theirs had: their rows could not be read
         self.step_seconds = self.in_worker_seconds = 0.0
         self.actions: deque[tuple[Event, str]] = deque(maxlen=MAX_KEPT)
         self.tokens = Counter[str]()  # every token that came, by why it has no scores: "" for those that have
         self.failures = Failures()
-        self._keep_requests = keep_requests
+        self._keep_requests, self._n_lost_before = keep_requests, 0
         self._logs: OrderedDict[str, RequestLog] = OrderedDict()  # by vLLM's own ids, oldest first
         self._by_name: dict[str, list[str]] = {}
         self._over: deque[str] = deque()  # of these, those that have ended, in that order
@@ -146,6 +149,8 @@ class VllmClient:
 
         Its processes find this client by an environment variable, which is set here: call it, then make the engine.
         """
+        if os.environ.get(FIXED_NAMES, "0") not in ("", "0"):
+            raise ConfigError(f"{FIXED_NAMES} is set: requests of one name could not be told apart, so unset it")
         os.environ[CHANNEL_VARIABLE] = self.receiver.address
         more = arguments.pop("additional_config", {})
         watched: dict[str, Any] = {
@@ -278,6 +283,8 @@ class VllmClient:
                 log = self._logs.get(message.request)
                 if log is not None and log.under_way:
                     self._end(log, message)
+                self.n_untold += log is None and not self.receiver.n_lost
+            self._n_lost_before = self.receiver.n_lost
             self._changed.notify_all()
         self.check()
         for listener in self._listeners:
@@ -285,7 +292,7 @@ class VllmClient:
 
     def _begin(self, message: Hello) -> None:
         """Take that an engine begins: what was under way in the one before it has ended."""
-        self.hello, self.n_hellos = message, self.n_hellos + 1
+        self.hello, self.n_hellos, self.n_untold = message, self.n_hellos + 1, 0
         for log in [log for log in self._logs.values() if log.under_way]:
             self._end(log, None)
         if message.sha256 != self.settings.sha256:
@@ -296,12 +303,12 @@ class VllmClient:
             )
 
     def _add(self, message: StepTokens) -> None:
-        self.n_steps += 1
+        self.n_steps, self.n_untold = self.n_steps + 1, 0
         self.in_worker_seconds += message.seconds
         self.tokens.update(message.scores.coverage.unseen)
         for at, head in enumerate(message.requests):
             log = self._logs.get(head.request) or self._new_log(head)
-            log.add(message, np.flatnonzero(message.of_request == at), self.receiver.n_lost)
+            log.add(message, np.flatnonzero(message.of_request == at), self.receiver.n_lost, self._n_lost_before)
 
     def _new_log(self, head: RequestHead) -> RequestLog:
         n_drafts = 0 if self.hello is None else self.hello.n_drafts
@@ -355,28 +362,35 @@ class VllmClient:
 
         def is_complete(log: RequestLog, with_end: bool) -> bool:
             whole = not log.under_way or (log.n_columns >= n_run and not with_end)
-            return whole and (cached is None or cached == log.first_column)
+            of_all = log.ended is None or log.ended.n_columns >= n_run  # else of a shorter answer of its name
+            return whole and of_all and (cached is None or cached == log.first_column)
 
-        def of_newest(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, Tokens] | None:
+        def of_best(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, Tokens] | None:
+            """Return the log with the most scores of the answer, of several such the newest: all have its tokens."""
+            fitting = list[tuple[RequestLog, Tokens]]()
             for log in known():
                 if not complete or is_complete(log, with_end):
                     lost = log.lost(self.receiver.n_lost)
                     try:
-                        return log, log.tokens(ids, n_prompt, lost=lost, cut_short=cut_short)
+                        fitting.append((log, log.tokens(ids, n_prompt, lost=lost, cut_short=cut_short)))
                     except AlignmentError as error:
                         wrong[log.request] = error
-            return None
+
+            def rank(one: tuple[RequestLog, Tokens]) -> tuple[bool, int]:
+                return cached in (None, one[0].first_column), int(one[1].scores.coverage.seen.sum())
+
+            return max(fitting, key=rank, default=None)
 
         # An end comes soon after its answer; but of an engine in this process with the next step, which nobody may ask.
         for with_end, seconds in ((True, min(_END_SECONDS, timeout_seconds)), (False, timeout_seconds)):
             end = began + seconds
             while self.wait(lambda: any(is_complete(log, with_end) for log in known()), end - time.monotonic()):  # noqa: B023
                 with self._changed:
-                    made = of_newest(complete=True, with_end=with_end)
+                    made = of_best(complete=True, with_end=with_end)
                 if made is not None:
                     return made
         with self._changed:  # what there is, in time
-            made = of_newest(complete=False)
+            made = of_best(complete=False)
         if made is not None:
             return made
         if wrong:
@@ -387,7 +401,8 @@ class VllmClient:
                 f" ({self.receiver.n_lost} messages were dropped), or they are forgotten"
                 f" (keep_requests={self._keep_requests})"
             )
-        return None, _not_run(ids, self.manager.pack.n_probes)
+        all_known = self._keep_requests is None and not self.receiver.n_lost
+        return None, _not_run(ids, self.manager.pack.n_probes, NOT_RUN if all_known else NOT_KNOWN)
 
 
 def _opened(
@@ -419,10 +434,10 @@ def host_of(hello: Hello) -> HostState:
     return HostState(**{**fields, "adapter_scales": scales})  # type: ignore[arg-type]
 
 
-def _not_run(ids: Ints, n_probes: int) -> Tokens:
+def _not_run(ids: Ints, n_probes: int, reason: str) -> Tokens:
     n = len(ids)
     none = np.zeros(n, dtype=np.int64)
-    return Tokens(none, np.arange(n), ids, np.full(n, PROMPT), Scores.nothing(n, n_probes, NOT_RUN))
+    return Tokens(none, np.arange(n), ids, np.full(n, PROMPT), Scores.nothing(n, n_probes, reason))
 
 
 def _same(one: Event, other: Event) -> bool:

@@ -24,6 +24,14 @@ def _worker(client: VllmClient) -> Check:
     if hello is None:
         remedy = "Make the engine with client.engine_arguments(), after this client, in this process or a child of it."
         return Check("worker", FAILED, "no worker has said that it begins", remedy)
+    if client.n_untold:
+        what = f"{client.n_untold:,} requests have ended of which no token could be told, and none since of any other"
+        return Check(
+            "worker",
+            FAILED,
+            what,
+            "Look at what the worker logged (it could not read a step's rows), then start again.",
+        )
     how = "compiled" if hello.compiled else "eager"
     what = f"vLLM {hello.vllm}, runner {hello.runner}, {how}, reads {', '.join(hello.sites)} by {hello.way} states"
     return Check("worker", OK, f"{what}; its canary held")

@@ -9,6 +9,7 @@ The reply has to have the ids of its tokens, so that each score is compared with
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ from probemon.serving.vllm.request_log import RequestLog, is_cut_short
 from probemon.serving.vllm.request_names import names_of_choices
 from probemon.tracking.recording import Tokens
 
-_TIMEOUT_SECONDS = 30.0
+_TIMEOUT_SECONDS = 30.0  # of one answer of the server
+_END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
+_PAUSE_SECONDS = 0.05  # until it is asked again
 
 
 class RemoteScores:
@@ -40,24 +43,42 @@ class RemoteScores:
         self._deployment = Deployment.read(deployment)
         self._pack = self._deployment.open_packs()
 
-    def result(self, reply: Any) -> Result:
-        """Return the scores of a reply, the object of OpenAI's client or its JSON. Raises `AlignmentError`."""
+    def result(self, reply: Any, *, timeout_seconds: float = 10.0) -> Result:
+        """Return the scores of a reply, the object of OpenAI's client or its JSON. Waits at most `timeout_seconds` for
+        scores under way: a reply may be here before the server has read them. Raises `AlignmentError`.
+        """
         content = reply if isinstance(reply, Mapping) else reply.model_dump()
         choices = content["choices"]
-        first: AlignmentError | None = None
-        for names in names_of_choices(content["id"], content.get("object", ""), len(choices)):
-            try:
-                return self._result(content, [self._log(names[choice["index"]]) for choice in choices])
-            except AlignmentError as error:
-                first = first or error
-        raise first or AlignmentError("the reply has no choices")
+        if not choices:
+            raise AlignmentError("the reply has no choices")
+        began = time.monotonic()
+        while True:
+            seconds = time.monotonic() - began
+            first: AlignmentError | None = None
+            for names in names_of_choices(content["id"], content.get("object", ""), len(choices)):
+                try:
+                    logs = [self._log(names[choice["index"]]) for choice in choices]
+                    result = self._result(content, logs)
+                except AlignmentError as error:
+                    first = first or error
+                    continue
+                if seconds >= timeout_seconds or all(
+                    _is_complete(log, choice, seconds)
+                    for (log, _), choice in zip(logs, _with_prompts(content), strict=True)
+                ):
+                    return result
+                break
+            else:
+                assert first is not None
+                if seconds >= min(_END_SECONDS, timeout_seconds):
+                    raise first
+            time.sleep(_PAUSE_SECONDS)
 
     def _result(self, content: Mapping[str, Any], logs: list[tuple[RequestLog, bool]]) -> Result:
         parts, watches = list[Tokens](), list[tuple[int, int, int]]()
         deployments: dict[int, str | None] = {}
-        for row, (choice, (log, lost)) in enumerate(zip(content["choices"], logs, strict=True)):
-            prompt = choice.get("prompt_token_ids") or content.get("prompt_token_ids")
-            ids = choice.get("token_ids")
+        for row, (choice, (log, lost)) in enumerate(zip(_with_prompts(content), logs, strict=True)):
+            prompt, ids = choice["prompt_token_ids"], choice.get("token_ids")
             if prompt is None or ids is None:
                 raise ConfigError(
                     'this reply has no ids of tokens: ask for them by extra_body={"return_token_ids": True}'
@@ -89,3 +110,15 @@ class RemoteScores:
             raise ConfigError(f"no server answers at {self._address}: {error}") from error
         assert isinstance(message, RequestScores)
         return RequestLog.of(message, self._pack.n_probes), message.lost
+
+
+def _with_prompts(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of a reply, each with the ids of its prompt: a chat has them once."""
+    whole = content.get("prompt_token_ids")
+    return [{**choice, "prompt_token_ids": choice.get("prompt_token_ids") or whole} for choice in content["choices"]]
+
+
+def _is_complete(log: RequestLog, choice: Mapping[str, Any], seconds: float) -> bool:
+    """Whether all has come of a choice. `seconds`: that its end was waited for."""
+    n_run = len(choice["prompt_token_ids"]) + max(0, len(choice["token_ids"]) - 1)
+    return not log.under_way or (log.n_columns >= n_run and seconds >= _END_SECONDS)

@@ -27,6 +27,7 @@ from probemon.serving.vllm.rows import CACHED
 from probemon.tracking.recording import GAP, LAST, Tokens
 
 LOST = "a message with its scores was dropped: the client did not read in time (high_water_mark)"
+LATE = "its scores had not come when they were asked for: they are under way, or a message was dropped"
 _PIECES = 256  # are joined once there are so many: small arrays weigh more than what is in them
 
 
@@ -91,8 +92,10 @@ class RequestLog:
         ends = [self.n_columns, self.stop_column, self._blind_column]
         return min(end for end in ends if end is not None)
 
-    def add(self, message: StepTokens, which: Ints, n_lost: int = 0) -> None:
-        """Add entries of a step, in the order of their columns. `n_lost`: messages, of all requests, by now."""
+    def add(self, message: StepTokens, which: Ints, n_lost: int = 0, n_lost_before: int = 0) -> None:
+        """Add entries of a step, in the order of their columns. `n_lost`: messages, of all requests, by now;
+        `n_lost_before`: by the message before this one.
+        """
         piece = _Piece(message.columns, message.ids, message.watches.astype(np.int64), message.scores).take(which)
         self._pieces.append(piece)
         if len(self._pieces) == _PIECES:
@@ -103,7 +106,8 @@ class RequestLog:
         begin, end = int(piece.columns[0]), int(piece.columns[-1]) + 1
         if self._n_lost_before is None:  # where its beginning is missing, that was lost
             self._n_lost_before = n_lost if begin == self.first_column else 0
-        elif n_lost > self.n_lost and end > self.n_prompt:  # what a rule said of an earlier token may be among it
+            self.n_lost = n_lost_before
+        if n_lost > self.n_lost:  # what a rule said of these tokens, or of earlier ones, may be among it
             self._blind_column = min(max(begin, self.n_prompt), self._blind_column or self.n_prompt + (1 << 40))
         self.n_lost = n_lost
         self._ids.extend([-1] * (end - len(self._ids)))
@@ -170,7 +174,7 @@ class RequestLog:
             elif at == length - 1 and at >= n_prompt:
                 reasons[at] = LAST
             else:
-                reasons[at] = LOST if lost else GAP
+                reasons[at] = LOST if lost else LATE if self.under_way else GAP
         positions = np.arange(length)
         return Tokens(
             np.zeros(length, dtype=np.int64),

@@ -18,11 +18,11 @@ import grouped_packs
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError, ConfigError
 from probemon.serving.vllm.channel import Channel
-from probemon.serving.vllm.client import ABORT, NOT_RUN, STOP_ROWS, VllmClient
+from probemon.serving.vllm.client import ABORT, FIXED_NAMES, NOT_KNOWN, NOT_RUN, STOP_ROWS, VllmClient
 from probemon.serving.vllm.engine_watch import EngineWatch
 from probemon.serving.vllm.held_answers import hold
 from probemon.serving.vllm.messages import Ended, Hello, RequestHead, RuleMet, StepTokens, WorkerSettings
-from probemon.serving.vllm.request_log import LOST, RequestLog
+from probemon.serving.vllm.request_log import LATE, LOST, RequestLog
 from probemon.serving.vllm.request_names import name_of, names_of_choices, names_of_output
 from probemon.serving.vllm.rows import CACHED
 from probemon.serving.vllm.watched import open_manager
@@ -324,6 +324,30 @@ def test_a_result_is_of_the_request_whose_tokens_it_has_though_others_had_its_na
     channel.close()
 
 
+def test_requests_without_names_of_their_own_are_refused(client, monkeypatch):
+    monkeypatch.setenv(FIXED_NAMES, "1")
+    with pytest.raises(ConfigError, match="could not be told apart"):
+        client.engine_arguments()
+    monkeypatch.setenv(FIXED_NAMES, "0")
+    assert client.engine_arguments()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_answer_has_its_own_scores_though_a_newer_one_of_its_name_begins_alike(client, dropped):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3], [5, 6, 7, 8]))
+    channel.send(lambda sequence: ended_of(sequence, "a-00000000", 4))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2], [5, 6, 7], "a-00000001"))
+    channel.n_dropped += dropped  # its fourth token, another one
+    channel.send(lambda sequence: ended_of(sequence, "a-00000001", 3 + dropped))
+    assert client.wait(lambda: len(client.requests()) == 2 and not client.requests()[1].under_way, 5)
+    assert client.result(answer_of("a", [5, 6], [7, 8, 9])).coverage.unseen == ("", "", "", "", LAST)
+    if not dropped:
+        assert client.result(answer_of("a", [5, 6], [7, 9])).coverage.unseen == ("", "", "", LAST)
+    channel.close()
+
+
 def test_a_request_whose_first_message_was_dropped_has_lost_it(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
@@ -340,6 +364,32 @@ def test_a_request_whose_first_message_was_dropped_has_lost_it(client):
     assert client.result(answer_of("b", [5, 6], [7, 8, 9])).coverage.unseen == ("", "", GAP, "", LAST)
     assert client.log_of("a").as_message(client.receiver.n_lost).lost
     assert not client.log_of("b").as_message(client.receiver.n_lost).lost
+    channel.close()
+
+
+def test_what_was_dropped_last_is_unseen_though_no_later_message_tells_of_the_drop(client):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6]))
+    channel.n_dropped += 2  # the step of column 2, and the end
+    assert client.result(answer_of("a", [5, 6], [7, 8]), timeout_seconds=0.1).coverage.unseen == ("", "", LATE, LAST)
+    assert client.result(answer_of("b", [5, 6], []), timeout_seconds=0).coverage.unseen == (NOT_RUN, NOT_RUN)
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6], "c-00000000"))
+    assert client.wait(lambda: client.n_steps == 2, 5)
+    assert client.result(answer_of("a", [5, 6], [7, 8]), timeout_seconds=0.1).coverage.unseen == ("", "", LOST, LAST)
+    assert client.result(answer_of("b", [5, 6], []), timeout_seconds=0).coverage.unseen == (NOT_KNOWN, NOT_KNOWN)
+    channel.close()
+
+
+def test_a_worker_that_can_read_no_step_makes_the_client_unhealthy(client):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    watch = EngineWatch(open_manager(client.settings), client.settings, HOST, channel, torch.nn.Identity())
+    for step in SimulatedEngine(random.Random(1)).run():
+        watch.begin_step(step.scheduled)
+        watch.lose(list(step.scheduled.num_scheduled_tokens), AlignmentError("no states"))
+    watch.close()
+    assert wait_for(lambda: "no token could be told" in str(client.health())) and not client.health().ok
     channel.close()
 
 
@@ -525,4 +575,12 @@ def test_a_held_answer_shows_nothing_after_a_dropped_message_which_may_have_been
         channel.send(lambda sequence: step_of(client, sequence, [3], [8]))
         assert client.wait(lambda: client.n_steps == 2, 5)
         assert [piece.ids for piece in held(client, "a", [5, 6], [7, 8, 9])] == [(7,), ()]
+        for own, before in (("b-00000000", 1), ("c-00000000", 0)):  # or at a token of its prompt
+            channel.n_dropped += before
+            channel.send(lambda sequence, own=own: step_of(client, sequence, [0], [5], own))
+            channel.n_dropped += 1 - before
+            channel.send(lambda sequence, own=own: step_of(client, sequence, [1, 2], [6, 7], own))
+        assert client.wait(lambda: client.n_steps == 6, 5)
+        for name in "bc":
+            assert [piece.ids for piece in held(client, name, [5, 6], [7, 8])] == [()]
         channel.close()

@@ -152,11 +152,27 @@ def test_several_prompts_of_a_completion_have_several_requests_and_each_choice_i
     assert result.token_id.reshape(4, 4).tolist() == rows
     with pytest.raises(AlignmentError, match="404"):
         remote.result(reply_of("cmpl-9", *reversed(rows)))
-    assert remote.result(reply_of("cmpl-7", [5, 6, 7, 1])).coverage.unseen == (LOST, LOST, "", LAST)
+    assert remote.result(reply_of("cmpl-7", [5, 6, 7, 1]), timeout_seconds=0).coverage.unseen == (LOST, LOST, "", LAST)
     channel.send(lambda sequence: ended_of(sequence, "cmpl-8-0-00000000", 3))
     assert client.wait(lambda: not client.log_of("cmpl-8-0").under_way, 5)
     with pytest.raises(AlignmentError, match="the engine ran 3 tokens, the output has 2"):
         remote.result(reply_of("cmpl-8", [5, 6, 7]))
+    channel.close()
+
+
+def test_a_reply_that_is_here_before_its_scores_waits_for_them(served, file):
+    client, channel = served.client, served.channel
+    channel.send(lambda sequence: hello_of(client, sequence))
+    channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6], "chatcmpl-7-00000000"))
+    assert client.wait(lambda: client.n_steps == 1, 5)
+    late = threading.Timer(
+        0.5, lambda: channel.send(lambda sequence: step_of(client, sequence, [2], [7], "chatcmpl-7-00000000"))
+    )
+    late.start()
+    remote = RemoteScores(f"http://127.0.0.1:{served.port}", file, token=TOKEN)
+    reply = {"id": "chatcmpl-7", "prompt_token_ids": [5, 6], "choices": [{"index": 0, "token_ids": [7, 8]}]}
+    assert remote.result(reply).coverage.unseen == ("", "", "", LAST)
+    late.join()
     channel.close()
 
 

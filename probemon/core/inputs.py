@@ -161,13 +161,13 @@ class InputMaker:
         specs: Sequence[InputSpec],
         dtype: torch.dtype,
         device: torch.device,
-        normalise: Normalise = prepare_input,
+        normalise: Normalise | None = None,
         *,
         keeps_raw: bool = True,
         rounded: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.specs, self._dtype, self._device = list(specs), dtype, device
-        self._normalise, self._keeps_raw, self._rounded = normalise, keeps_raw, rounded
+        self._normalise, self._keeps_raw, self._rounded = normalise or prepare_input, keeps_raw, rounded
 
     def exact(self, hidden: Tensor, spec: InputSpec) -> Tensor:
         """Normalise hidden states [N, D] in fp32, without rounding them."""

@@ -369,7 +369,9 @@ class VllmClient:
             """Return the log with the most scores of the answer, of several such the newest: all have its tokens."""
             fitting = list[tuple[RequestLog, Tokens]]()
             for log in known():
-                if not complete or is_complete(log, with_end):
+                # vLLM counts once, as the log does; an abort may come before it counts.
+                is_other = cached not in (None, log.first_column) and not cut_short
+                if is_complete(log, with_end) if complete else not is_other:
                     lost = log.lost(self.receiver.n_lost)
                     try:
                         fitting.append((log, log.tokens(ids, n_prompt, lost=lost, cut_short=cut_short)))

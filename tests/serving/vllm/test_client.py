@@ -324,6 +324,21 @@ def test_a_result_is_of_the_request_whose_tokens_it_has_though_others_had_its_na
     channel.close()
 
 
+def test_what_another_request_of_the_same_tokens_took_from_the_cache_is_not_told_of_this_one(client):
+    channel = Channel(client.receiver.address, 1000)
+    channel.send(lambda sequence: hello_of(client, sequence))
+    channel.send(lambda sequence: step_of(client, sequence, [1, 2], [6, 7], n_cached=1))
+    channel.send(lambda sequence: ended_of(sequence, "a-00000000", 3))
+    assert client.wait(lambda: any(not log.under_way for log in client.requests()), 5)
+    output = answer_of("a", [5, 6], [7, 1])
+    output.num_cached_tokens = 0  # its own messages were dropped
+    with pytest.raises(AlignmentError, match="none of its tokens came"):
+        client.result(output, timeout_seconds=0.1)
+    output.num_cached_tokens = 1
+    assert client.result(output).coverage.unseen == (CACHED, "", "", LAST)
+    channel.close()
+
+
 def test_requests_without_names_of_their_own_are_refused(client, monkeypatch):
     monkeypatch.setenv(FIXED_NAMES, "1")
     with pytest.raises(ConfigError, match="could not be told apart"):

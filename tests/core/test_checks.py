@@ -340,7 +340,7 @@ def test_rows_and_tokens_that_a_result_lacks_are_named(pack, model):
     with DynamicProbeManager(pack).attach(model) as run, torch.no_grad():
         ids = torch.tensor([[1, 5, 9]])
         model(ids)
-    result = run.result(ids)
+    result, several = run.result(ids), DynamicProbeManager({"one": pack, "other": pack}).pack
     for call, name in (
         (lambda row: result.aggregate("c0", "mean", row, phase=None), "row"),
         (lambda row: result.top(3, row), "row"),
@@ -351,6 +351,8 @@ def test_rows_and_tokens_that_a_result_lacks_are_named(pack, model):
         (lambda token: result.texts(np.array([token])), "tokens"),
         (lambda row: result.at(row, 1), "row"),
         (lambda probe: pack.path(probe), "probe"),
+        (lambda probe: pack.precision(probe), "probe"),
+        (lambda probe: several.precision(probe), "probe"),
     ):
         for bad in (-1, 10**30, math.nan, 1.5, True, "0", None, *([99] if name != "k" else [])):
             with pytest.raises(ConfigError, match=name):

@@ -329,7 +329,7 @@ class Scorer:
             if len(left_out):
                 concept = self.pack.concepts[int(left_out[0])]["id"]
                 raise ConfigError(f"state retains {concept!r}, which this manager leaves out: {remedy}")
-        numbers = self.pack.numbers if isinstance(self.pack, PackGroup) else [slice(None)]
+        numbers: list[Any] = self.pack.numbers if isinstance(self.pack, PackGroup) else [slice(None)]
         for part, number in zip(self._parts, numbers, strict=True):
             most = part.config.max_loaded_probes
             if part.pack.n_probes <= most:

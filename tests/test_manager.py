@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import probemon
-from conftest import make_pack
+from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, PackError, UnknownConcept, UnknownSetting
 
@@ -117,6 +117,26 @@ def test_bad_arguments_are_named():
         DynamicProbeManager(pack, max_loaded_probes=3)
     with pytest.raises(ConfigError, match=r"expected \[N, 576\]"):
         DynamicProbeManager(pack).score_tokens(torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("impl", ["numba", "cpu"])
+def test_a_state_of_a_manager_with_other_settings_is_refused_where_it_does_not_fit(tmp_path, model, impl):
+    """A concept that is left out has lost its parents: its path score would be its own alone."""
+    pack, hidden = make_pack(tmp_path / "pack", model), torch.randn(3, HIDDEN)
+    for packs in (pack, {"one": pack, "other": pack}):
+        every = {"impl": impl, "load_threshold": -1.0, "keep_top_k": 40}
+        state, _ = DynamicProbeManager(packs, **every).step(None, hidden)
+        narrower = DynamicProbeManager(packs, exclude=["c3"] if packs is pack else ["other:c3"], **every)
+        with pytest.raises(ConfigError, match=r"state retains '(other:)?c\d"):
+            narrower.step(state, hidden)
+        smaller = DynamicProbeManager(packs, max_loaded_probes=20, **every)
+        with pytest.raises(ConfigError, match=r"state retains \d+ probes of a row, max_loaded_probes is 20"):
+            smaller.step(state, hidden)
+        for manager in (narrower, smaller):  # its own states fit, also where probes were dropped
+            own = None
+            for _ in range(3):
+                own, scores = manager.step(own, hidden)
+            assert scores.coverage.dropped.any() == (manager is smaller)
 
 
 def test_a_manager_says_what_it_is(pack):

@@ -148,7 +148,8 @@ class Scorer:
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
 
-        A row whose state, or a score of it, is not a number is unseen and keeps its retained set.
+        A row whose state, or a score of it, is not a number is unseen and keeps its retained set. Raises `ConfigError`,
+        also for a state of a manager whose settings were others, where it does not fit.
         """
         sites = self._sites(hidden)
         prepared: Prepared = {}
@@ -164,6 +165,8 @@ class Scorer:
                 f"state holds {retained.dtype} {list(retained.shape)}, hidden {n} rows: give a state of"
                 f" bool {list(shape)}"
             )
+        if state is not None:
+            self._check_fits(retained)
         scores, kept = self.evaluate(self.plan, inputs, retained, np.arange(n), far=far)
         return RowState(kept), scores
 
@@ -323,6 +326,25 @@ class Scorer:
 
     def _evaluator(self, engines: Sequence[Engine]) -> Evaluator:
         return JointEngine(self.pack, engines) if isinstance(self.pack, PackGroup) else engines[0]
+
+    def _check_fits(self, retained: Mask) -> None:
+        """Raise `ConfigError` for sets that only a manager with other settings retains: what is left out here has no
+        parents here, so its path scores would be others.
+        """
+        remedy = "give a state that a step of this manager returned, or None to begin"
+        if self.plan.watched is not None:
+            left_out = np.flatnonzero((retained & ~self.plan.watched).any(axis=0))
+            if len(left_out):
+                concept = self.pack.concepts[int(left_out[0])]["id"]
+                raise ConfigError(f"state retains {concept!r}, which this manager leaves out: {remedy}")
+        numbers: list[Any] = self.pack.numbers if isinstance(self.pack, PackGroup) else [slice(None)]
+        for part, number in zip(self._parts, numbers, strict=True):
+            most = part.config.max_loaded_probes
+            if part.pack.n_probes <= most:
+                continue
+            n = int(np.count_nonzero(retained[:, number], axis=1).max(initial=0))
+            if n > most:
+                raise ConfigError(f"state retains {n} probes of a row, max_loaded_probes is {most}: {remedy}")
 
     def _sites(self, hidden: Hidden) -> dict[str, Tensor]:
         if isinstance(hidden, Tensor):

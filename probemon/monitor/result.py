@@ -21,7 +21,7 @@ from torch import Tensor
 
 from probemon.core.aggregate import Aggregator, Doubles, named, over
 from probemon.core.baselines import is_of_traffic, needs_every_token, with_counts
-from probemon.core.checks import check_count
+from probemon.core.checks import MOST, check_count, shown
 from probemon.core.extras import import_arrow
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
@@ -185,6 +185,7 @@ class Result:
 
     def before(self, position: int) -> Result:
         """Return the result of the tokens before a position alone."""
+        position = _check_position(position)
         kept = np.flatnonzero(self.position < position)
         tokens = Tokens(
             self.row[kept],
@@ -208,6 +209,7 @@ class Result:
 
     def at(self, row: int, position: int) -> int:
         """The index of a token, for `scores.top(index)` and the other per-token answers."""
+        row, position = check_count("row", row), _check_position(position)
         matches = np.flatnonzero((self.row == row) & (self.position == position))
         if not len(matches):
             raise ConfigError(f"row {row}, position {position} is not a token of this result (padding, or outside it)")
@@ -241,7 +243,7 @@ class Result:
 
     def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
         """The firing concepts of one token by strength, at most `k`: of those on one path the lowest alone."""
-        index = check_count("index", index, most=len(self.row) - 1)
+        index = self._check_index("index", index)
         return leading(self.pack, self.scores, index, check_count("k", k), **self.where(index))
 
     def reading(self, index: int, k: int = 1) -> list[Reading]:
@@ -249,7 +251,7 @@ class Result:
 
         Raises `ConfigError` where the run watched no memory.
         """
-        index = check_count("index", index, most=len(self.row) - 1)
+        index = self._check_index("index", index)
         if self.reads is None:
             raise ConfigError(
                 "no memory was watched: give attach(..., routing=True), on a host with memory slots"
@@ -350,7 +352,8 @@ class Result:
         return np.asarray(chosen & (self.phase == PHASES.index(phase)))
 
     def where(self, token: int) -> dict[str, Any]:
-        """Return the position, the id and the text of a token."""
+        """Return the position, the id and the text of a token, by its index."""
+        token = self._check_index("token", token)
         token_id = int(self.token_id[token])
         text = str(token_id) if self._tokenizer is None else self._tokenizer.decode([token_id])
         return {"position": int(self.position[token]), "token_id": token_id, "token": text}
@@ -359,12 +362,16 @@ class Result:
         """Return the indices of a row's tokens, of a phase alone or of both. Raises `ConfigError`."""
         return np.flatnonzero(self._of_phase(self._of_row(row), phase))
 
-    def texts(self, tokens: Ints) -> list[str]:
+    def texts(self, tokens: Ints | Sequence[int]) -> list[str]:
         """Return what each of some tokens adds to the text; where several make one character, the last adds it.
 
-        Together they are what the tokenizer makes of the tokens: of a character that is unfinished, U+FFFD.
+        `tokens`: their indices. Together they are what the tokenizer makes of the tokens: of a character that is
+        unfinished, U+FFFD. Raises `ConfigError`.
         """
-        ids = self.token_id[tokens].tolist()
+        indices = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+        if not isinstance(indices, Sequence):
+            raise ConfigError(f"tokens is {shown(tokens)}: give the indices of tokens, as tokens_of returns them")
+        ids = [int(self.token_id[self._check_index("tokens", index)]) for index in indices]
         if self._tokenizer is None:
             return [f"{token_id} " for token_id in ids]
         pieces = TokenTexts(self._decode)
@@ -372,6 +379,11 @@ class Result:
         if texts:
             texts[-1] += pieces.finish()
         return texts
+
+    def _check_index(self, name: str, value: object) -> int:
+        """Return the index of a token of this result."""
+        remedy = f"give the index of one of its {len(self.row)} tokens, from 0"
+        return check_count(name, value, most=len(self.row) - 1, remedy=remedy)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -434,6 +446,11 @@ def _result_of_requests(
         requests=tuple(outputs),
         watches=tuple(watches),
     )
+
+
+def _check_position(position: object) -> int:
+    # Those of a prompt of embeddings are below 0.
+    return check_count("position", position, least=-MOST, remedy="give a whole number, a column of the output")
 
 
 def _strength(score: Any, threshold: Any) -> Any:

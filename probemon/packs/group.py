@@ -156,6 +156,7 @@ class PackGroup:
 
     def precision(self, probe: int) -> float:
         """Return what the concept's own pack says: see `ProbePack.precision`."""
+        probe = check_count("probe", probe, most=self.n_probes - 1)
         own = int(self._own[probe])
         return self.pack_of(probe).precision(own)
 

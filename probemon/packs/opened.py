@@ -473,6 +473,7 @@ class OpenedPack:
         """Return the share of a concept's fires that were right where the set in force was calibrated, NaN where the
         pack does not say.
         """
+        probe = check_count("probe", probe, most=self.n_probes - 1)
         stated = self.concepts[probe].get("precision")
         value: Any = stated.get(self.alert_set) if isinstance(stated, dict) else None
         return float(value) if is_number(value) else math.nan

@@ -106,7 +106,7 @@ def read_request(kind: str, body: bytes, limits: Limits) -> Request:
     for name, value in given.items():
         if name in _WITHOUT_EFFECT:
             allowed = _WITHOUT_EFFECT[name]
-            if allowed is not None and value not in allowed:
+            if allowed is not None and not any(_same(value, one) for one in allowed):
                 raise RequestRefused(f"{name} is {shown(value)}: this server only takes {_either(allowed)}", name)
         elif name not in known:
             raise RequestRefused(f"there is no parameter {name!r:.60} here{closest(name, known)}", name[:60])
@@ -199,6 +199,11 @@ def _list(param: str, value: Any, most: int, least: int = 0) -> Sequence[Any]:
     if not isinstance(value, list) or not least <= len(value) <= most:
         raise RequestRefused(f"{param} is {shown(value)}: give a list of {least} to {most}", param)
     return value
+
+
+def _same(value: Any, one: Any) -> bool:
+    # 0 equals False, but a completion's logprobs=0 asks for the log probability of every token.
+    return bool(value == one) and isinstance(value, bool) == isinstance(one, bool)
 
 
 def _either(values: Sequence[Any]) -> str:

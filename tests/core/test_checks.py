@@ -340,17 +340,33 @@ def test_rows_and_tokens_that_a_result_lacks_are_named(pack, model):
     with DynamicProbeManager(pack).attach(model) as run, torch.no_grad():
         ids = torch.tensor([[1, 5, 9]])
         model(ids)
-    result = run.result(ids)
+    result, several = run.result(ids), DynamicProbeManager({"one": pack, "other": pack}).pack
     for call, name in (
         (lambda row: result.aggregate("c0", "mean", row, phase=None), "row"),
         (lambda row: result.top(3, row), "row"),
         (lambda index: result.leading(index), "index"),
         (lambda k: result.leading(0, k), "k"),
+        (lambda token: result.where(token), "token"),
+        (lambda token: result.texts([0, token]), "tokens"),
+        (lambda token: result.texts(np.array([token])), "tokens"),
+        (lambda row: result.at(row, 1), "row"),
         (lambda probe: pack.path(probe), "probe"),
+        (lambda probe: pack.precision(probe), "probe"),
+        (lambda probe: several.precision(probe), "probe"),
     ):
         for bad in (-1, 10**30, math.nan, 1.5, True, "0", None, *([99] if name != "k" else [])):
             with pytest.raises(ConfigError, match=name):
                 call(bad)
+    for bad in (10**30, math.nan, 1.0, True, "1", None):
+        for call in (result.before, lambda position: result.at(0, position)):
+            with pytest.raises(ConfigError, match="position"):
+                call(bad)
+    for bad in (None, 1, "x", np.int64(1), np.array(1), np.array([[1]]), np.array([True, False, True])):
+        with pytest.raises(ConfigError, match="tokens"):
+            result.texts(bad)
+    assert result.texts([np.int64(1)]) == result.texts(np.array([1])) == result.texts(range(1, 2)) == ["5 "]
+    assert result.at(np.int64(0), np.int32(1)) == 1 and len(result.before(np.int64(2))) == 2
+    assert len(result.before(-3)) == 0 and result.texts([]) == result.texts(np.array([])) == []
 
 
 OF_ANOTHER_KIND = [

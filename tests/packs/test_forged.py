@@ -279,3 +279,27 @@ def test_unusable_recommendation_is_named(pack, tmp_path):
     (target / "manifest.json").write_text(json.dumps(manifest | {"recommended": {"load_threshold": {}}}))
     with pytest.raises(ConfigError, match="load_threshold"):
         DynamicProbeManager(ProbePack.open(target))
+
+
+@pytest.mark.parametrize(
+    "edit, told",
+    [
+        (lambda manifest: manifest.update(score_rule="independent"), True),
+        (lambda manifest: manifest["inputs"][0].update(norm="none"), True),
+        (lambda manifest: manifest["inputs"][0].update(site="resid_post.2"), False),
+    ],
+    ids=["score rule", "norm", "site"],
+)
+def test_a_manifest_edited_by_hand_is_told_by_verify_alone_as_the_page_says(edit, told, tmp_path, model):
+    norm = [{"site": "resid_post.1", "norm": "rmsnorm"}]
+    pack = make_pack(tmp_path / "pack", model, inputs=norm, golden_hidden=3 * torch.randn(4, 1, HIDDEN))
+    path = pack.directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+    ProbePack.open(pack.directory)
+    if told:
+        with pytest.raises(PackCorrupt, match="golden replay"):
+            ProbePack.open(pack.directory, verify=True)
+    else:
+        ProbePack.open(pack.directory, verify=True)

@@ -99,6 +99,7 @@ def test_refusal_of_a_chat_names_its_parameter(changes, param):
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
     ],
 )
 def test_refusal_of_a_completion_names_its_parameter(changes, param):

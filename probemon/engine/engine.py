@@ -11,7 +11,7 @@ one. Scores are bitwise the same whichever is taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -78,7 +78,7 @@ class Evaluator(Protocol):
     def choose(self, plan: Any, strategy: str) -> Choice:
         """Set `choice`: as asked, or by timing both on a pack's golden states (on random ones where it has none)."""
 
-    def check_room(self, plan: Any, what: str) -> None:
+    def check_room(self, plan: Any, what: Callable[[], str]) -> None:
         """Raise `ArenaFull` where a plan leaves no slot for a probe that is not always active."""
 
     def background_errors(self) -> list[Exception]:
@@ -165,7 +165,7 @@ class Engine:
             ).choose(plan)
         return self.choice
 
-    def check_room(self, plan: CascadePlan, what: str) -> None:
+    def check_room(self, plan: CascadePlan, what: Callable[[], str]) -> None:
         self.scorer.check_room(len(plan.start), what)
 
     def background_errors(self) -> list[Exception]:

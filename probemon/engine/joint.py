@@ -178,7 +178,7 @@ class JointEngine:
         self.choice = Choice(_joined(step), _joined(batch), why, any(choice.measured for choice in choices))
         return self.choice
 
-    def check_room(self, plan: JointPlan, what: str) -> None:
+    def check_room(self, plan: JointPlan, what: Callable[[], str]) -> None:
         for scorer in self._scorers:
             pairs = zip(self.engines, plan.plans, strict=True)
             scorer.check_room(sum(len(own.start) for engine, own in pairs if engine.scorer is scorer), what)

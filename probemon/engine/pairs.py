@@ -115,12 +115,14 @@ class PairScorer:
         assert self.prefetcher is not None
         self.prefetcher.ask(probes)
 
-    def check_room(self, n_always: int, what: str) -> None:
-        """Raise `ArenaFull` where so many probes that are always active leave a paged arena no slot for another."""
+    def check_room(self, n_always: int, what: Callable[[], str]) -> None:
+        """Raise `ArenaFull` where so many always active probes, which `what` names, leave a paged arena no slot for
+        another.
+        """
         n_slots = self.arena.stats().n_slots
         if not self.resident and n_always >= n_slots and n_slots < self.n_probes:
             raise ArenaFull(
-                f"with {what} (and ancestors) {n_always} probes are always active, the arena has {n_slots} slots and"
+                f"with {what()} (and ancestors) {n_always} probes are always active, the arena has {n_slots} slots and"
                 " needs one more: raise arena_bytes"
             )
 

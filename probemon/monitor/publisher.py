@@ -187,13 +187,13 @@ class Publisher:
     def _ask_rules(
         self, watch: Watch, generation: Generation, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None
     ) -> None:
-        for number, rule in watch.rules:
-            for i, score, value in rule.observe(placed, scores, generation.states_of_rule(number)):
+        for rule, i, known in watch.panel.ask(placed, scores, generation.states_of_rule):
+            if "blind" in known:
+                self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, **known), generation)
+            else:
                 reading = () if reads is None else tuple(reads.of(i))
-                event = self._event(rule, generation.recording, placed, i, score=score, value=value, reading=reading)
+                event = self._event(rule, generation.recording, placed, i, **known, reading=reading)
                 self._act(rule.action, event, generation)
-            for i, reason in rule.blind_to(scores):
-                self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, blind=reason), generation)
 
     def _event(self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, **known: Any) -> Event:
         """Return the event of a rule at a token; `known`: of its scores, or why there are none."""

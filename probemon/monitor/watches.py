@@ -13,11 +13,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Plan, Scorer
+from probemon.monitor.rule_panel import RulePanel
 from probemon.monitor.rules import Rule
 from probemon.monitor.rungs import ALL, narrowed, rungs_of
 from probemon.packs.configured import found
@@ -51,6 +53,11 @@ class Watch:
     rules: tuple[tuple[int, Rule], ...]
     rung: int = ALL
     deployment: str | None = None
+
+    @cached_property
+    def panel(self) -> RulePanel:
+        """Return its rules as they are asked."""
+        return RulePanel(self.rules)
 
 
 class Watches:
@@ -120,8 +127,7 @@ class Watches:
             )
             probes = [rule.probe for rule in said.rules]
             plan = self._manager.plan_with(probes, said.exclude, said.always_on)
-            names = ", ".join(self._manager.pack.concepts[probe]["id"] for probe in dict.fromkeys(probes))
-            self._manager.engine.check_room(plan, names)
+            self._manager.engine.check_room(plan, partial(self._named, probes))
             if self._pinned:
                 self._manager.arena.pin(np.flatnonzero(plan.always))
                 self._manager.arena.unpin(np.flatnonzero(before.plan.always))
@@ -160,18 +166,26 @@ class Watches:
         self._pinned = False
         self._manager.arena.unpin(np.flatnonzero(self._whole.plan.always))
 
+    def _named(self, probes: Sequence[int]) -> str:
+        return ", ".join(self._manager.pack.concepts[probe]["id"] for probe in dict.fromkeys(probes))
+
     def _ids(self, concepts: Wanted) -> Concepts:
         pack = self._manager.pack
         return tuple(pack.concepts[probe]["id"] for probe in found(pack, concepts))
 
     def _numbered(self, rules: Sequence[Rule]) -> tuple[tuple[int, Rule], ...]:
-        known, numbered = list(self._whole.rules), []
+        # A rule that was there is mostly the very same object: of thousands each is then found at once.
+        known = {id(rule): (number, rule) for number, rule in self._whole.rules}
+        others = [rule for rule in rules if id(rule) not in known]
+        kept = {id(rule) for rule in rules}
+        equal = [one for key, one in known.items() if key not in kept] if others else []
+        numbered = []
         for rule in rules:
-            same = next((one for one in known if one[1] == rule), None)
+            same = known.pop(id(rule), None) or next((one for one in equal if one[1] == rule), None)
             if same is None:
                 same = (self._n_rules, rule)
                 self._n_rules += 1
-            else:
-                known.remove(same)
+            elif same in equal:
+                equal.remove(same)
             numbered.append(same)
         return tuple(numbered)

@@ -94,7 +94,7 @@ class Holding:
 
     def _check(self, held: Held, probes: Sequence[int], what: str) -> None:
         all_probes = [*(rule.probe for rule in held.rules), *probes]
-        self._manager.engine.check_room(self._manager.plan_with(all_probes, held.exclude, held.always_on), what)
+        self._manager.engine.check_room(self._manager.plan_with(all_probes, held.exclude, held.always_on), lambda: what)
 
 
 def _told(answer: Answer, held: Held) -> bool:

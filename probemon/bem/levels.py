@@ -12,7 +12,8 @@ without, and however a forward is cut. Sites of queries, keys and values take ch
 
 The operations of a level are those of its router, as products have them (a multiply-add is two), for one token of a
 forward of a whole row: token codes are made at every token, chunk and prefix codes once in N. Sites share what a router
-costs. A router that no site takes is not run in evaluation mode; one that few sites take costs what it costs.
+costs. A router that no site takes is not run in evaluation mode, unless the routing is watched; one that few sites take
+costs what it costs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What is told of forms while they steer, against the same numbers computed token by token."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,3 +195,25 @@ def test_what_it_cannot_record_is_refused(host):
         pytest.raises(ConfigError, match="routing does not watch this adapter"),
     ):
         FormRecorder(bem, None)
+
+
+def test_each_site_is_told_by_the_level_that_it_has_learned(host):
+    """Of four sites two take prefix codes, one chunk and one token codes; queries take chunk codes, as ever."""
+    config = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6, level="learned")
+    for sites, chosen in ((("o", "down"), [0, 1, 2, 0]), (("q", "down"), [2, 2]), (("q", "down"), [0, 0])):
+        with randomise(attach_bem(host, replace(config, sites=sites)), size=0.8) as bem, torch.no_grad():
+            bem.levels.logits.copy_(9 * torch.nn.functional.one_hot(torch.tensor(chosen), 3))
+            seen = []
+            handle = bem.controller.register_forward_hook(lambda module, args, codes, seen=seen: seen.append(codes))
+            with RoutingMonitor(host, bem=bem) as monitor:
+                recorder = FormRecorder(bem, monitor)
+                host(some_ids(2))
+            handle.remove()
+            report, levels = recorder.report(), bem.levels.chosen()
+            for site in bem.sites:
+                code = seen[0].of(levels.get(site.name, "chunk")).flatten(0, 1)
+                gamma, _ = bem.updates[site.key].gamma_beta(code)
+                assert report[site.name]["stretch"] == pytest.approx(float(gamma.abs().mean()), abs=1e-6), site.name
+            steering = {stream["level"]: stream["n_steering"] for stream in monitor.report()["streams"]}
+            taken = {*levels.values(), *(["chunk"] if "q" in sites else [])}
+            assert {level for level, n in steering.items() if n} == taken

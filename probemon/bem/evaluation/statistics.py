@@ -188,9 +188,9 @@ def median_interval(values: Sequence[float] | Doubles, *, confidence: float = 0.
     while k < n and below < 1 - tail:
         below += math.comb(n, k) / 2**n
         k += 1
-    if n < 6 or k >= n or not np.isfinite(ordered).all():
+    if below < 1 - tail or not np.isfinite(ordered).all():
         return None
-    return float(ordered[n - 1 - k]), float(ordered[k])
+    return float(ordered[n - k]), float(ordered[k - 1])
 
 
 def _points(points: Sequence[Sequence[float]] | Doubles) -> Doubles:

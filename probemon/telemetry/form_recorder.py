@@ -12,6 +12,7 @@ keeps the codes of the last tokens that were steered, and computes when it is as
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from typing import Any, cast
 
@@ -103,13 +104,15 @@ class FormRecorder:
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what each site's form did, by the site's name; `n_tokens` says over how many. Empty without tokens.
 
-        - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlation`, the largest of
-          two groups; `share` of the update's square by group
+        - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlations` of each two
+          (None where one does not vary), and `gate_correlation`, the largest of them; `share` of the update's square by
+          group
         - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a row (of
           `active`; None where there were none), `margin` between what is kept and what is not, `usage_entropy` and
           `information` (of a token's mask, in nats)
         - kronecker: `frobenius`, `sigma1_at_most` and `stable_rank_at_least`, their squared ratio: means, exact for one
-          term
+          term; `from_orthogonal` by term, the norm of `A A^T / tr(A A^T) - I / a1`: 0 where the rows of A are
+          orthogonal and of one length; None for an A of zeros
         - film: `stretch` and `shift`, mean sizes; `saturated` share of outputs; `n_not_finite` tokens
         """
         found, takes = {}, self._takes()
@@ -152,6 +155,7 @@ def _records(form: Form, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
             "frobenius": float(frobenius.mean()),
             "sigma1_at_most": float(sigma1.mean()),
             "stable_rank_at_least": float(stable.mean()),
+            "from_orthogonal": [_from_orthogonal(a) for a in form.A],
             "n_not_finite": _n_not_finite(codes),
         }
     film = cast(Film, form)
@@ -168,7 +172,8 @@ def _records(form: Form, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
 def _of_head_groups(form: HeadGroups, codes: Tensor) -> dict[str, Any]:
     gate = gates(codes)
     low, high = torch.quantile(gate.nan_to_num(), torch.tensor([0.05, 0.95]).to(gate), dim=0)
-    correlation = gate_correlation(gate).fill_diagonal_(0).abs().nan_to_num()
+    correlations = gate_correlation(gate)
+    between = correlations.clone().fill_diagonal_(0).abs().nan_to_num()
     squares = ((form.U.mT @ form.U) * (form.V.mT @ form.V)).sum(dim=(1, 2)).clamp(min=0)
     parts = gate.square().mean(dim=0) * squares
     return {
@@ -176,7 +181,8 @@ def _of_head_groups(form: HeadGroups, codes: Tensor) -> dict[str, Any]:
         "gate_variance": gate.var(dim=0, unbiased=False).tolist(),
         "gate_p5": low.tolist(),
         "gate_p95": high.tolist(),
-        "gate_correlation": float(correlation.max()) if len(codes) > 2 else 0.0,
+        "gate_correlations": [[None if math.isnan(r) else r for r in row] for row in correlations.tolist()],
+        "gate_correlation": float(between.max()) if len(codes) > 2 else 0.0,
         "share": (parts / parts.sum().clamp(min=torch.finfo(parts.dtype).tiny)).tolist(),
         "n_not_finite": _n_not_finite(codes),
     }
@@ -201,6 +207,13 @@ def _of_rank_mask(form: RankMask, codes: Tensor, pairs: Tensor) -> dict[str, Any
         "information": float(entropy - own),
         "n_not_finite": _n_not_finite(codes),
     }
+
+
+def _from_orthogonal(a: Tensor) -> float | None:
+    gram = a @ a.T
+    trace = gram.trace()
+    even = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) / len(gram)
+    return float((gram / trace - even).norm()) if float(trace) > 0 else None
 
 
 def _n_not_finite(codes: Tensor) -> int:

@@ -29,6 +29,7 @@ from probemon.bem.controller import Codes
 from probemon.bem.form_governance import FormGovernor
 from probemon.bem.governance import Governor
 from probemon.bem.sites import Site
+from probemon.core.checks import check_count
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class LearnedLevels(nn.Module):
 
 
 def level_operations(config: BemConfig, n_tokens: int) -> dict[str, float]:
-    """Return the operations a token of making each level's codes for a row of `n_tokens`."""
+    """Return the operations a token of making each level's codes for a row of `n_tokens`. Raises `ConfigError`."""
+    check_count("n_tokens", n_tokens, least=1)
     width, size, chunk = config.width, config.code_size, config.chunk_tokens
     n_chunks = n_tokens // chunk  # that are complete
     made = {"prefix": n_chunks + 1, "chunk": n_chunks, "token": n_tokens}

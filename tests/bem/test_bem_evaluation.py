@@ -163,6 +163,15 @@ def test_what_is_no_list_of_numbers_is_refused_and_scipy_is_named(monkeypatch):
     for call in (lambda: compare([]), lambda: compare([math.nan]), lambda: document_interval([1.0], [0.0])):
         with pytest.raises(ConfigError):
             call()
+    for call in (lambda: compare("abc"), lambda: gain({"a": ["x"] * 5}), lambda: pareto([[1, 2], [3]])):
+        with pytest.raises(ConfigError, match="no table of numbers"):
+            call()
+    with pytest.raises(ConfigError, match="a row for each variant"):
+        pareto_shares([1.0, 2.0], [0.1, 0.2])
+    with pytest.raises(ConfigError, match="config is a dict"):
+        solve(make_host(), {"rank": 3}, 5_000)
+    with pytest.raises(BemError, match="is no adapter"):
+        profile_sites(None, lambda: None)
     with pytest.raises(ConfigError, match="outside 0 to 1"):
         adjusted([0.5, 1.5])
     monkeypatch.setitem(sys.modules, "scipy.stats", None)

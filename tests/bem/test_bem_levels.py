@@ -202,6 +202,8 @@ def test_the_operations_of_a_level_are_those_that_its_router_takes():
     """Of the controller's products, counted: what codes of a level take more than none."""
     host = make_host()
     hidden, real = torch.randn(1, 64, 16), torch.ones(1, 64, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="n_tokens is 0"):
+        level_operations(LEARNED, 0)
     prices = level_operations(LEARNED, 64)
     with planted(host) as bem, torch.no_grad():
         measured = {}

@@ -191,6 +191,12 @@ def test_held_out_losses_are_those_of_plain_cross_entropy_row_by_row(place, word
             rows += [-logits[t - 1, lesson.ids[t]] for t in range(1, len(lesson.ids)) if lesson.counted[t]]
     assert ours.n_labels == len(rows) and ours.loss == pytest.approx(float(torch.stack(rows).mean()), abs=1e-6)
     assert ours.n_documents == 4
+    batches = list(make_batches(lessons[:7], 3, 0))
+    for wrong in (documents[:6], documents[:8]):  # a row more or less would be left out
+        with pytest.raises(ConfigError, match=f"{len(wrong)} documents for 7 rows"):
+            measure(bem, batches, wrong)
+    with pytest.raises(ConfigError, match="has input_ids, attention_mask and no labels"):
+        measure(bem, [{name: x for name, x in batches[0].items() if name != "labels"}], documents[:3])
 
 
 def test_whole_documents_are_split_and_every_part_has_one():

@@ -240,6 +240,7 @@ def test_of_a_chat_the_turns_of_the_assistant_count(words):
         (["eval", "nowhere", "{full}", "{rows}"], "has no bem.json"),
         (["distil", "nowhere", "{full}", "{rows}", "--out", "{out}", "--labels", "1"], "give --steps too"),
         (["inspect", "{full}"], "has no bem.json"),
+        (["inspect", "{rows}"], "it is not a saved adapter"),
         (["inspect", "{full}", "--text", "w1"], "give --model too"),
     ],
 )  # fmt: skip

@@ -314,7 +314,7 @@ def main() -> int:
         from perf_study.demo import study as of_demo  # it needs WordNet and the demo model
 
         found["demo"] = of_demo(seeds, arguments.folder / "results", arguments.headers, errors)
-        print("\n".join(report.lines(found)))
+    print("\n".join(report.lines(found)))
     found |= {"integrity": errors, "seconds": round(time.perf_counter() - BEGIN, 1), **made_by}
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")

@@ -10,6 +10,7 @@ A folder appears whole, under its name, or not at all. Training goes on as if no
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -25,9 +26,11 @@ from probemon.bem.attached import Bem
 from probemon.bem.distil import StaticLora, distil, distil_trained
 from probemon.bem.losses import Batch, check_learnable
 from probemon.bem.saved import make_folder
-from probemon.bem.training import TrainSettings
+from probemon.bem.training import TrainSettings, check_fit
+from probemon.bem.twins import check_has_twin
 from probemon.core.checks import check_count
 from probemon.core.files import write_text_atomically
+from probemon.errors import ConfigError
 
 _OURS = re.compile(r"step-(\d+)")
 
@@ -37,7 +40,8 @@ class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
     of them. `written`: the folders that are there, the oldest first.
 
     `settings`: of `distil_trained`; None takes `distil`, which is nearest and quick. `how`: what else either takes.
-    Where several processes train, the first one writes. Raises `ConfigError`; while it trains as these two do.
+    Where several processes train, the first one writes. Raises `ConfigError`, now for what can be known now; while it
+    trains as these two do.
     """
 
     def __init__(
@@ -54,6 +58,15 @@ class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
         check_learnable(bem)
         check_count("every", every, least=1, remedy="give 1 or more steps")
         check_count("keep", keep, least=1, remedy="give 1 or more")
+        check_has_twin(bem.config)
+        check_fit(batches, TrainSettings(n_steps=1) if settings is None else settings)
+        of = distil if settings is None else distil_trained
+        known = sorted(set(inspect.signature(of).parameters) - {"bem", "batches", "settings"})
+        if unknown := sorted(set(how) - set(known)):
+            raise ConfigError(
+                f"{unknown[0]!r} is no setting of {of.__name__}: it takes {', '.join(known)}"
+                + ("; those of a trained LoRA need settings=TrainSettings(...)" if settings is None else "")
+            )
         self.bem, self.batches, self.folder = bem, batches, Path(folder)
         self.every, self.keep, self.settings, self.how = every, keep, settings, how
 

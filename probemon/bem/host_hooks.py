@@ -269,7 +269,9 @@ class HostHooks:
         assert forward.real is not None and forward.state is not None
         with _own_precision(hidden.device):
             if bem.levels is not None:
-                controller.needed = LEVELS if self._decoder.training else bem.levels.needed()
+                # Whoever watches sees the same levels in every forward: training or not, fallen back or not.
+                every = self._decoder.training or has_forward_hooks(bem.steered)
+                controller.needed = LEVELS if every else bem.levels.needed()
             codes = controller(hidden.to(controller.query.device), forward.real, forward.state)
             forward.applied = bem.limited(codes, self._decoder.training)
             eps = bem.config.sparse_eps

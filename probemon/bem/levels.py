@@ -12,7 +12,8 @@ without, and however a forward is cut. Sites of queries, keys and values take ch
 
 The operations of a level are those of its router, as products have them (a multiply-add is two), for one token of a
 forward of a whole row: token codes are made at every token, chunk and prefix codes once in N. Sites share what a router
-costs. A router that no site takes is not run in evaluation mode; one that few sites take costs what it costs.
+costs. A router that no site takes is not run in evaluation mode, unless the routing is watched; one that few sites take
+costs what it costs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from probemon.bem.controller import Codes
 from probemon.bem.form_governance import FormGovernor
 from probemon.bem.governance import Governor
 from probemon.bem.sites import Site
+from probemon.core.checks import check_count
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +88,8 @@ class LearnedLevels(nn.Module):
 
 
 def level_operations(config: BemConfig, n_tokens: int) -> dict[str, float]:
-    """Return the operations a token of making each level's codes for a row of `n_tokens`."""
+    """Return the operations a token of making each level's codes for a row of `n_tokens`. Raises `ConfigError`."""
+    check_count("n_tokens", n_tokens, least=1)
     width, size, chunk = config.width, config.code_size, config.chunk_tokens
     n_chunks = n_tokens // chunk  # that are complete
     made = {"prefix": n_chunks + 1, "chunk": n_chunks, "token": n_tokens}

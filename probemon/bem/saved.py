@@ -169,7 +169,7 @@ def read_saved(folder: Path) -> Saved:
         return _read_checkpoint(folder)
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BemFileError(
             f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes, nor a "
             "Trainer's checkpoint of one"

@@ -27,7 +27,9 @@ def distil(
     steps: Annotated[
         int, typer.Option(help="Steps of training towards what the adapter says; 0: the LoRA that is nearest.")
     ] = 0,
-    rank: Annotated[int, typer.Option(help="With --steps: the LoRA's rank; 0 for the adapter's.")] = 0,
+    rank: Annotated[
+        int, typer.Option(help="The LoRA's rank; 0 for the adapter's, or the least that says all of another form.")
+    ] = 0,
     labels: Annotated[float, typer.Option(help="With --steps: how much DATA's own labels count, 0 to 1.")] = 0.0,
     lr: Annotated[float, typer.Option(help="With --steps: the highest learning rate.")] = 1e-2,
     batch: BatchRows = 8,
@@ -47,19 +49,20 @@ def distil(
     from probemon.bem.lessons import make_batches
     from probemon.bem.saved import read_saved
     from probemon.bem.training import TrainSettings
+    from probemon.bem.twins import check_has_twin
 
     check_sizes(most_tokens, batch)
     if steps < 0 or rank < 0:
         raise ConfigError(f"--steps is {steps}, --rank {rank}: give 0 or more")
-    if not steps and (rank or labels):
-        raise ConfigError("--rank and --labels are of a trained LoRA: give --steps too")
+    if not steps and labels:
+        raise ConfigError("--labels is of a trained LoRA: give --steps too")
     if not 0 <= labels <= 1:
         raise ConfigError(f"--labels is {labels}: give 0 to 1")
     settings = TrainSettings(n_steps=max(1, steps), lr=lr, n_warmup=min(10, steps // 10))
     if os.path.lexists(out):
         raise ConfigError(f"--out is {out}, which exists: give another name, or remove it first")
     use_threads(threads)
-    read_saved(adapter)
+    check_has_twin(read_saved(adapter).config)
     rows = read(data)
     host, tokenizer = load_aloud(model, device, dtype)
     lessons, _ = rows.lessons(tokenizer, most_tokens, quiet=as_json)
@@ -68,7 +71,7 @@ def distil(
         for one in make_batches(lessons, batch, pad_of(tokenizer))
     ]
     with attach_bem(host, adapter) as bem:
-        nearest = nearest_lora(bem, batches)
+        nearest = nearest_lora(bem, batches, rank=rank or None)
         lora = nearest
         if steps:
             lora, _ = distil_trained(bem, batches, settings, rank=rank or None, labels=labels)

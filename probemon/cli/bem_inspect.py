@@ -19,6 +19,7 @@ from probemon.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from probemon.bem import BemConfig
     from probemon.bem.saved import Saved
 
 _SHOWN = 16  # numbers of a code
@@ -57,10 +58,10 @@ def inspect(
     config = told["config"]
     share = f", {100 * told['share_of_host']:.2f} % of the host's" if model else ""
     say(
-        f"{adapter}: {config['form']} of rank {config['rank']} for {told['host']['model']}"
+        f"{adapter}: {size_of(saved.config)} for {told['host']['model']}"
         f" ({told['host']['n_layers']} layers of {told['host']['hidden_size']})",
         f"{told['trainable']:,} trainable numbers{share}: controller {told['of_controller']:,},"
-        f" updates {told['of_updates']:,}{', in a byte each' if told['int8'] else ''}",
+        f" updates {told['of_updates']:,}{', in a byte each' if told['int8'] else ''}{_levels(told)}",
         f"sites: {_in_words(told['host']['sites'])}",
         f"level {config['level']}, chunks of {config['chunk_tokens']} tokens",
         f"limits: singular values {config['spectral_cap']}, all updates together {config['trust_region']}",
@@ -73,7 +74,7 @@ def described(saved: Saved) -> dict[str, Any]:
     """Return what a saved adapter is, for JSON."""
     from dataclasses import asdict
 
-    sizes = {"controller": 0, "updates": 0}
+    sizes = {"controller": 0, "updates": 0, "levels": 0}
     for name, tensor in saved.tensors.items():
         sizes[name.split(".")[0]] += tensor.numel()
     return {
@@ -83,12 +84,15 @@ def described(saved: Saved) -> dict[str, Any]:
         "trainable": sum(sizes.values()),
         "of_controller": sizes["controller"],
         "of_updates": sizes["updates"],
+        "of_levels": sizes["levels"],
         "int8": saved.int8,
     }
 
 
 def codes_of(host: Any, tokenizer: Any, adapter: Any, text: str) -> list[dict[str, Any]]:
-    """Return each token of a text with the code that it took where token codes are taken, and how sure that was."""
+    """Return each token of a text with the code that attention outputs and MLPs took (where these have learned levels
+    of their own, that of the level which most have chosen), and how sure that was.
+    """
     import torch
 
     from probemon.bem import attach_bem
@@ -100,18 +104,35 @@ def codes_of(host: Any, tokenizer: Any, adapter: Any, text: str) -> list[dict[st
     with attach_bem(host, adapter) as bem, recorded_codes(bem) as recorded, torch.no_grad():
         host(ids, use_cache=False)
     codes = recorded[-1]
-    taken = codes_taken(bem, codes)
-    shown = taken[min(taken)][0]  # of attention outputs and MLPs, where there are any
-    always_chunk = min(taken)
+    if bem.levels is not None:
+        by_site = list(bem.levels.chosen().values())
+        most = max(LEVELS, key=by_site.count)
+        shown, levels = codes.of(most)[0], [most] * ids.shape[1]
+    else:
+        taken = codes_taken(bem, codes)
+        shown = taken[min(taken)][0]  # of attention outputs and MLPs, where there are any
+        levels = ["chunk" if min(taken) else LEVELS[level] for level in codes.level[0].tolist()]
     return [
         {
             "token": tokenizer.decode([int(id)]),
-            "level": "chunk" if always_chunk else LEVELS[int(level)],
+            "level": level,
             "code": code.tolist(),
             "confidence": float(confidence),
         }
-        for id, level, code, confidence in zip(ids[0], codes.level[0], shown, codes.confidence[0], strict=True)
+        for id, level, code, confidence in zip(ids[0], levels, shown, codes.confidence[0], strict=True)
     ]
+
+
+def size_of(config: BemConfig) -> str:
+    """Return the form of an adapter and how large its codes are, in words."""
+    if config.form == "kronecker":
+        return f"kronecker of {config.terms} {'term' if config.terms == 1 else 'terms'}"
+    own = {"head_groups": f" in each of {config.groups} groups", "rank_mask": f", {config.active} of them active"}
+    return f"{config.form} of rank {config.rank}{own.get(config.form, '')}"
+
+
+def _levels(told: dict[str, Any]) -> str:
+    return f", levels {told['of_levels']}" if told["of_levels"] else ""
 
 
 def _in_words(sites: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli.bem_inspect import size_of
 from probemon.cli.bem_rows import (
     BatchRows,
     Data,
@@ -45,7 +46,9 @@ def train(
     rank: Annotated[int, typer.Option(help="Numbers of a code.")] = 8,
     sites: Annotated[str, typer.Option(help="Kinds of layers, some of q,k,v,o,down.")] = "o,down",
     layers: Annotated[str, typer.Option(help="Host layers, as 8,12,16 or 20-29; all: every one.")] = "all",
-    level: Annotated[str, typer.Option(help="What codes follow: position, auto, prefix, chunk or token.")] = "position",
+    level: Annotated[
+        str, typer.Option(help="What codes follow: position, auto, energy, learned, prefix, chunk or token.")
+    ] = "position",
     more: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,7 +145,7 @@ def train(
     of_host = f"{n_trainable:,} trainable numbers, {100 * n_trainable / n_host:.2f} % of the host's {n_host:,}"
     stopped = "stopped early" if course.stopped_early else "every step done"
     say(
-        f"{out}: {config.form} of rank {config.rank} at {len(bem.sites)} sites, {of_host}",
+        f"{out}: {size_of(config)} at {len(bem.sites)} sites, {of_host}",
         f"{len(course.steps)} steps ({stopped}); the best is that after step {told['best_step'] + 1}",
     )
     say_measured(measured)

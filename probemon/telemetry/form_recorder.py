@@ -12,6 +12,7 @@ keeps the codes of the last tokens that were steered, and computes when it is as
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from probemon.errors import ConfigError
 from probemon.telemetry.decisions import BEM, Decisions, Singles
 from probemon.telemetry.recorder import RoutingRecorder
 from probemon.telemetry.records import RoutingRecord
+from probemon.telemetry.routers import BemController
 from probemon.tracking.align import PlacedTokens
 
 # From these on there is an alert: shares of components and outputs, and a correlation between two gates.
@@ -56,36 +58,44 @@ class FormRecorder:
                 " manager.attach(..., routing=RoutingSettings(bem=bem))"
             )
         self._bem, self._most = bem, check_count("most_tokens", most_tokens, least=1)
-        self._codes: dict[bool, deque[Singles]] = {}
-        self._pairs: dict[bool, deque[Singles]] = {}
-        self._n = {True: 0, False: 0}
-        self._last: OrderedDict[tuple[str, int, bool], tuple[int, Singles]] = OrderedDict()
+        [self._source] = [
+            source for source in routing.sources if isinstance(source, BemController) and source.bem is bem
+        ]
+        # By what sites take, as `_takes` says.
+        self._codes: dict[str, deque[Singles]] = {}
+        self._pairs: dict[str, deque[Singles]] = {}
+        self._n: dict[str, int] = {}
+        self._last: OrderedDict[tuple[str, int, str], tuple[int, Singles]] = OrderedDict()
         routing.listen(self._take)
+
+    def _takes(self) -> dict[str, str]:
+        """Of each site by its name, the one level whose codes it takes; "" where each token's own level decides."""
+        chosen = {} if self._bem.levels is None else self._bem.levels.chosen()
+        return {site.name: "chunk" if site.chunked else chosen.get(site.name, "") for site in self._bem.sites}
 
     def _take(self, placed: PlacedTokens, decisions: Decisions, record: RoutingRecord) -> None:
         if record.source != BEM or decisions.level is None:
             return
-        levels = self._bem.config.levels
-        for chunked in {site.chunked for site in self._bem.sites}:
+        streams = [stream.level for stream in self._source.streams]
+        for takes in set(self._takes().values()):
             n = np.arange(len(placed))
-            level = np.full(len(placed), levels.index("chunk")) if chunked else decisions.level
-            taken = decisions.raw[level, n]
-            self._codes.setdefault(chunked, deque()).append(taken)
-            self._pairs.setdefault(chunked, deque()).append(self._neighbours(placed, record.request_id, chunked, taken))
-            self._n[chunked] += len(taken)
-            while self._n[chunked] - len(self._codes[chunked][0]) >= self._most:
-                self._n[chunked] -= len(self._codes[chunked].popleft())
-                self._pairs[chunked].popleft()
+            taken = decisions.raw[streams.index(takes) if takes else decisions.level, n]
+            self._codes.setdefault(takes, deque()).append(taken)
+            self._pairs.setdefault(takes, deque()).append(self._neighbours(placed, record.request_id, takes, taken))
+            self._n[takes] = self._n.get(takes, 0) + len(taken)
+            while self._n[takes] - len(self._codes[takes][0]) >= self._most:
+                self._n[takes] -= len(self._codes[takes].popleft())
+                self._pairs[takes].popleft()
 
-    def _neighbours(self, placed: PlacedTokens, request: str, chunked: bool, taken: Singles) -> Singles:
+    def _neighbours(self, placed: PlacedTokens, request: str, takes: str, taken: Singles) -> Singles:
         """The codes `[m, 2, r]` of tokens that follow each other in a row, in this batch or the last."""
         pairs = []
         for row, column, code in zip(placed.rows.tolist(), placed.columns.tolist(), taken, strict=True):
-            before, last = self._last.get((request, row, chunked), (-2, code))
+            before, last = self._last.get((request, row, takes), (-2, code))
             if before == column - 1:
                 pairs.append((last, code))
-            self._last[request, row, chunked] = column, code
-            self._last.move_to_end((request, row, chunked))
+            self._last[request, row, takes] = column, code
+            self._last.move_to_end((request, row, takes))
         while len(self._last) > _MOST_ROWS:
             self._last.popitem(last=False)
         return np.asarray(pairs, dtype=np.float32).reshape(-1, 2, taken.shape[1])
@@ -94,22 +104,24 @@ class FormRecorder:
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what each site's form did, by the site's name; `n_tokens` says over how many. Empty without tokens.
 
-        - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlation`, the largest of
-          two groups; `share` of the update's square by group
+        - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlations` of each two
+          (None where one does not vary), and `gate_correlation`, the largest of them; `share` of the update's square by
+          group
         - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a row (of
           `active`; None where there were none), `margin` between what is kept and what is not, `usage_entropy` and
           `information` (of a token's mask, in nats)
         - kronecker: `frobenius`, `sigma1_at_most` and `stable_rank_at_least`, their squared ratio: means, exact for one
-          term
+          term; `from_orthogonal` by term, the norm of `A A^T / tr(A A^T) - I / a1`: 0 where the rows of A are
+          orthogonal and of one length; None for an A of zeros
         - film: `stretch` and `shift`, mean sizes; `saturated` share of outputs; `n_not_finite` tokens
         """
-        found = {}
+        found, takes = {}, self._takes()
         for site in self._bem.sites:
-            if not self._n[site.chunked]:
+            if not self._n.get(takes[site.name]):
                 continue
             form = cast(Form, self._bem.updates[site.key])
             codes, pairs = (
-                torch.from_numpy(np.concatenate(list(kept[site.chunked]))).to(next(form.parameters()))
+                torch.from_numpy(np.concatenate(list(kept[takes[site.name]]))).to(next(form.parameters()))
                 for kept in (self._codes, self._pairs)
             )
             found[site.name] = {"n_tokens": len(codes), **_records(form, codes, pairs)}
@@ -143,6 +155,7 @@ def _records(form: Form, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
             "frobenius": float(frobenius.mean()),
             "sigma1_at_most": float(sigma1.mean()),
             "stable_rank_at_least": float(stable.mean()),
+            "from_orthogonal": [_from_orthogonal(a) for a in form.A],
             "n_not_finite": _n_not_finite(codes),
         }
     film = cast(Film, form)
@@ -159,7 +172,8 @@ def _records(form: Form, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
 def _of_head_groups(form: HeadGroups, codes: Tensor) -> dict[str, Any]:
     gate = gates(codes)
     low, high = torch.quantile(gate.nan_to_num(), torch.tensor([0.05, 0.95]).to(gate), dim=0)
-    correlation = gate_correlation(gate).fill_diagonal_(0).abs().nan_to_num()
+    correlations = gate_correlation(gate)
+    between = correlations.clone().fill_diagonal_(0).abs().nan_to_num()
     squares = ((form.U.mT @ form.U) * (form.V.mT @ form.V)).sum(dim=(1, 2)).clamp(min=0)
     parts = gate.square().mean(dim=0) * squares
     return {
@@ -167,7 +181,8 @@ def _of_head_groups(form: HeadGroups, codes: Tensor) -> dict[str, Any]:
         "gate_variance": gate.var(dim=0, unbiased=False).tolist(),
         "gate_p5": low.tolist(),
         "gate_p95": high.tolist(),
-        "gate_correlation": float(correlation.max()) if len(codes) > 2 else 0.0,
+        "gate_correlations": [[None if math.isnan(r) else r for r in row] for row in correlations.tolist()],
+        "gate_correlation": float(between.max()) if len(codes) > 2 else 0.0,
         "share": (parts / parts.sum().clamp(min=torch.finfo(parts.dtype).tiny)).tolist(),
         "n_not_finite": _n_not_finite(codes),
     }
@@ -192,6 +207,13 @@ def _of_rank_mask(form: RankMask, codes: Tensor, pairs: Tensor) -> dict[str, Any
         "information": float(entropy - own),
         "n_not_finite": _n_not_finite(codes),
     }
+
+
+def _from_orthogonal(a: Tensor) -> float | None:
+    gram = a @ a.T
+    trace = gram.trace()
+    even = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) / len(gram)
+    return float((gram / trace - even).norm()) if float(trace) > 0 else None
 
 
 def _n_not_finite(codes: Tensor) -> int:

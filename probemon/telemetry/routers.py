@@ -202,7 +202,8 @@ class BemController:
 
     Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where the controller gives the
     `level` that sites take, a stream's codes steer the tokens of its own level (chunk codes steer all tokens if
-    queries, keys or values are sites). In the first chunk only token codes steer.
+    queries, keys or values are sites); where each site has learned its own, the codes of every level that some site has
+    chosen steer all tokens. In the first chunk only token codes steer.
     """
 
     kind, codes, n_experts, n_chosen = BEM, True, 0, 1
@@ -267,12 +268,17 @@ class BemController:
         if "level" in beside:
             place = {self._LEVELS.index(level): i for i, level in enumerate(self._levels)}
             more["level"] = np.asarray([place.get(int(level), 0) for level in beside["level"].tolist()], np.int64)
+        learned = getattr(self.bem, "levels", None)
+        by_site = [] if learned is None else list(learned.chosen().values())
+        if by_site:
+            most = max(self._levels, key=by_site.count)
+            more["level"] = np.full(len(packed), self._levels.index(most), np.int64)
         chunk = beside["chunk_index"].astype(np.int64)
         steering = np.stack(
             [
                 (
-                    np.ones_like(boundary)
-                    if "level" not in beside or level == self._always
+                    np.full_like(boundary, level in by_site or level == self._always)
+                    if by_site or "level" not in beside or level == self._always
                     else beside["level"] == self._LEVELS.index(level)
                 )
                 & ((chunk > 0) | (level == "token"))

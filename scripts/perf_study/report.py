@@ -7,7 +7,7 @@ lines(found)                 # the same, shorter
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -50,8 +50,12 @@ def page(found: dict[str, Any]) -> str:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The demo study's table in plain text, each arm with its gates."""
-    for row in summary(found["demo"]):
+    """What was judged in plain text, each arm with its gates."""
+    for verdict in found.get("verdicts", ()):
+        ahead = _signed(verdict["ahead_of_lora"], verdict["low"], verdict["high"])
+        gates = ", ".join(f"{name} {said}" for name, (said, _) in verdict["gates"].items())
+        yield f"{verdict['task']:12s} {verdict['method']:12s} {ahead} ahead of the LoRA  {gates}"
+    for row in summary(found["demo"]) if "demo" in found else ():
         saved = "" if row["saved"] is None else f"saves {row['saved']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
         gates = ", ".join(f"{name} {verdict}" for name, (verdict, _) in row["gates"].items())
         yield f"{row['method']:16s} {row['nats']:.4f} nats  {saved}  {gates}".rstrip()
@@ -148,6 +152,16 @@ def _planted(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         rows.setdefault((row["task"], row["method"]), []).append(row["removed"])
     cells = [[task, method, f"{statistics.mean(v):.3f}", str(len(v))] for (task, method), v in rows.items()]
+    judged = [
+        [v["task"], v["method"], _signed(v["ahead_of_lora"], v["low"], v["high"]), f"{v['p']:.3f}",
+         f"{100 * v['share_of_draws_on_it']:.0f} %", *(verdict for verdict, _ in v["gates"].values())]
+        for v in found["verdicts"]
+    ]  # fmt: skip
+    drawn = [
+        part
+        for task in dict.fromkeys(row["task"] for row in found["rows"])
+        for part in (f"<h3>{escape(task)}: what is left, and operations a token</h3>", planted_frontier(found, task))
+    ]
     claims = [
         [name, f"{claim['value']:.5f}", f"{claim['bar']:g}", "holds" if claim["holds"] else "missed"]
         for name, claim in found["claims"].items()
@@ -156,7 +170,14 @@ def _planted(found: dict[str, Any]) -> list[str]:
         "<h2>Planted teachers</h2><p>Random data. The share of the divergence from a teacher that is removed.</p>",
         _table(["planted", "learns", "removed", "seeds"], cells),
         _table(["claim", "value", "bar", ""], claims),
+        *drawn,
+        "<h3>Gates</h3><p>Beside the LoRA, seed by seed. What has no data is not judged, and has not passed.</p>",
+        _table(["planted", "learns", "ahead", "p", "on the frontier", *found["verdicts"][0]["gates"]], judged),
     ]
+
+
+def _signed(value: float, low: float | None, high: float | None) -> str:
+    return f"{value:+.4f}" + ("" if low is None or high is None else f" ({low:+.4f} to {high:+.4f})")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -166,9 +187,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def frontier(demo: dict[str, Any], rows: Sequence[dict[str, Any]], cost: str) -> str:
-    """Loss over one cost as SVG: the arms on the frontier of the means are joined, intervals are over seeds; beside
-    each, in how many of 100 drawn seeds it is on it.
-    """
+    """Loss over one cost as SVG; beside each arm, in how many of 100 drawn seeds it is on the frontier."""
     label, unit = AXES[cost]
     judged = {verdict["method"]: verdict["frontiers"][cost] for verdict in demo["verdicts"]}
     points = []
@@ -177,6 +196,34 @@ def frontier(demo: dict[str, Any], rows: Sequence[dict[str, Any]], cost: str) ->
             continue  # its loss would press the others together
         x = row["prefill"]["p50"][0] if cost == "latency" else row[cost] * unit
         points.append((x, row["nats"], row["nats_low"], row["nats_high"], row["method"]))
+    shares = {method: share for method, (_, share) in judged.items()}
+    return _frontier(points, shares, label, "nats a token", whole=cost == "operations")
+
+
+def planted_frontier(found: dict[str, Any], task: str) -> str:
+    """What students of one teacher leave of its divergence, over their operations, as SVG."""
+    rows = [row for row in found["rows"] if row["task"] == task and ", rank" not in row["method"]]
+    points = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        left = compare([1 - row["removed"] for row in own])
+        low, high = (left.mean if end is None else end for end in (left.low, left.high))
+        points.append((float(own[0]["flops_per_token"]), left.mean, low, high, method))
+    shares = {v["method"]: v["share_of_draws_on_it"] for v in found["verdicts"] if v["task"] == task}
+    return _frontier(points, shares, AXES["operations"][0], "share of the divergence left", whole=True)
+
+
+def _frontier(
+    points: Sequence[tuple[float, float, float, float, str]],
+    shares: Mapping[str, float],
+    label: str,
+    quality: str,
+    *,
+    whole: bool,
+) -> str:
+    """Points of a cost, a quality of which less is better, the ends of its interval over seeds and a name, as SVG:
+    those on the frontier of the means are joined. `whole`: costs are whole numbers.
+    """
     xs, ys = [p[0] for p in points], [y for p in points for y in p[2:4]]
     (x_low, x_high), (y_low, y_high) = _margins(xs), _margins(ys)
 
@@ -193,7 +240,7 @@ def frontier(demo: dict[str, Any], rows: Sequence[dict[str, Any]], cost: str) ->
         while any(abs(text - other) < 14 for other in labels):  # names stand in a column, none over another
             text += 1
         labels.append(text)
-        share = f", {100 * judged[method][1]:.0f} %" if method in judged else ""
+        share = f", {100 * shares[method]:.0f} %" if method in shares else ""
         drawn += [
             f'<path class=bar d="M{px:.1f} {top:.1f} V{bottom:.1f}"/>',
             f'<path class=bar stroke-dasharray="1 4" d="M{px:.1f} {py:.1f} L{WIDTH - RIGHT + 4} {text - 4:.1f}"/>',
@@ -204,13 +251,14 @@ def frontier(demo: dict[str, Any], rows: Sequence[dict[str, Any]], cost: str) ->
     drawn.append(f'<path class=axis fill=none d="M{left:.0f} {top:.0f} V{base:.0f} H{right:.0f}"/>')
     for k in range(5):
         x, y = x_low + k / 4 * (x_high - x_low), y_low + k / 4 * (y_high - y_low)
-        shown = f"{x:,.0f}" if cost == "operations" else f"{x:.2f}"
+        shown = f"{x:,.0f}" if whole else f"{x:.2f}"
         drawn.append(f'<text x="{at(x, y)[0]:.0f}" y="{base + 18:.0f}" text-anchor="middle">{shown}</text>')
         drawn.append(f'<text x="{left - 6:.0f}" y="{at(x, y)[1] + 4:.0f}" text-anchor="end">{y:.3f}</text>')
     drawn.append(
-        f'<text x="{left:.0f}" y="{base + 38:.0f}">{escape(label)}; upwards: nats a token, lower is better</text>'
+        f'<text x="{left:.0f}" y="{base + 38:.0f}">{escape(label)}; upwards: {quality}, lower is better</text>'
     )
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss and {escape(cost)}">{"".join(drawn)}</svg>'
+    named = f'role="img" aria-label="{quality} and {escape(label)}"'
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {named}>{"".join(drawn)}</svg>'
 
 
 def _margins(values: Sequence[float]) -> tuple[float, float]:

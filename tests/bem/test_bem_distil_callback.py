@@ -73,3 +73,12 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
         for wrong in ({"every": 0}, {"every": 1, "keep": 0}):
             with pytest.raises(ConfigError, match="give 1 or more"):
                 DistilCallback(bem, LESSONS, tmp_path, **wrong)
+        # Before a training begins, and not hours later.
+        with pytest.raises(ConfigError, match=r"'rang' is no setting of distil: it takes method, rank"):
+            DistilCallback(bem, LESSONS, tmp_path, every=1, rang=3)
+        with pytest.raises(ConfigError, match=r"'labels' is no setting of distil: .* need settings=TrainSettings"):
+            DistilCallback(bem, LESSONS, tmp_path, every=1, labels=0.5)
+        with pytest.raises(ConfigError, match="no batches"):
+            DistilCallback(bem, [], tmp_path, every=1)
+    with attach_bem(make_host(), BemConfig(form="film", rank=2)) as bem, pytest.raises(ConfigError, match="no LoRA"):
+        DistilCallback(bem, LESSONS, tmp_path, every=1)

@@ -150,7 +150,7 @@ def test_latency_is_the_upper_end_of_the_median_of_paired_ratios():
     rng = np.random.default_rng(0)
     assert latency(rng.normal(1.05, 0.05, 200).tolist()).verdict == PASSED
     assert latency(rng.normal(1.20, 0.05, 200).tolist()).verdict == FAILED
-    assert latency([1.0] * 5).verdict == NOT_JUDGED and latency([1.0] * 6).verdict == NOT_JUDGED
+    assert latency([1.0] * 5).verdict == NOT_JUDGED and latency([1.0] * 6).verdict == PASSED
     # The interval holds the median about as often as it says.
     missed = 0
     for _ in range(2_000):
@@ -163,6 +163,15 @@ def test_what_is_no_list_of_numbers_is_refused_and_scipy_is_named(monkeypatch):
     for call in (lambda: compare([]), lambda: compare([math.nan]), lambda: document_interval([1.0], [0.0])):
         with pytest.raises(ConfigError):
             call()
+    for call in (lambda: compare("abc"), lambda: gain({"a": ["x"] * 5}), lambda: pareto([[1, 2], [3]])):
+        with pytest.raises(ConfigError, match="no table of numbers"):
+            call()
+    with pytest.raises(ConfigError, match="a row for each variant"):
+        pareto_shares([1.0, 2.0], [0.1, 0.2])
+    with pytest.raises(ConfigError, match="config is a dict"):
+        solve(make_host(), {"rank": 3}, 5_000)
+    with pytest.raises(BemError, match="is no adapter"):
+        profile_sites(None, lambda: None)
     with pytest.raises(ConfigError, match="outside 0 to 1"):
         adjusted([0.5, 1.5])
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
@@ -228,11 +237,20 @@ def test_a_quantile_has_the_interval_of_its_order_statistics():
     exact = median_interval(x)
     ordered = np.sort(x)
     assert abs(np.searchsorted(ordered, low) - 469) <= 4 and abs(np.searchsorted(ordered, high) - 531) <= 4
-    assert (np.searchsorted(ordered, exact[0]), np.searchsorted(ordered, exact[1])) == (467, 532)
+    assert (np.searchsorted(ordered, exact[0]), np.searchsorted(ordered, exact[1])) == (468, 531)
     p95 = quantile_interval(x, 0.95)
     assert p95[0] < np.quantile(x, 0.95) < p95[1] and p95[0] > high
     assert quantile_interval(x[:99], 0.95) is None and quantile_interval(x[:100], 0.95) is not None
     assert quantile_interval(x[:400], 0.99) is None and median_interval(x[:5]) is None
+
+
+@pytest.mark.parametrize("n", [6, 9, 20, 30, 120])
+def test_the_interval_of_a_median_is_the_shortest_that_holds_it_often_enough(n):
+    """Between the k-th smallest and the k-th largest lies the median unless fewer than k of n coins fall one way."""
+    low, high = median_interval(list(range(1, n + 1)))
+    covered = [1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(n // 2 + 1)]
+    k = max(k for k in range(1, n // 2 + 1) if covered[k] >= 0.95)
+    assert (low, high) == (k, n + 1 - k)
 
 
 def test_calls_take_turns_and_a_ratio_is_of_one_round(monkeypatch):

@@ -14,6 +14,7 @@ from probemon.bem import BemConfig, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.distil import distil
 from probemon.bem.evaluation.budget import flops, n_trainable
+from probemon.bem.fallback import FallbackPolicy
 from probemon.bem.imitation import imitate, imitation_error
 from probemon.bem.levels import expected_operations, level_operations
 from probemon.bem.losses import LossWeights, adapter_losses, recorded_codes
@@ -21,6 +22,7 @@ from probemon.bem.policy import Gaussian, improve
 from probemon.bem.state import ControllerState
 from probemon.bem.training import TrainSettings, fit
 from probemon.errors import ConfigError
+from probemon.telemetry import RoutingMonitor
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 ENERGY = BemConfig(**SMALL, level="energy", energy_limits=(0.5, 0.8), sites=("v", "o", "down"))
@@ -200,6 +202,8 @@ def test_the_operations_of_a_level_are_those_that_its_router_takes():
     """Of the controller's products, counted: what codes of a level take more than none."""
     host = make_host()
     hidden, real = torch.randn(1, 64, 16), torch.ones(1, 64, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="n_tokens is 0"):
+        level_operations(LEARNED, 0)
     prices = level_operations(LEARNED, 64)
     with planted(host) as bem, torch.no_grad():
         measured = {}
@@ -234,3 +238,22 @@ def test_settings_that_cannot_be_are_refused():
             BemConfig(**wrong)
     with attach_bem(make_host(), BemConfig(**SMALL)) as bem, pytest.raises(ConfigError, match="no level is learned"):
         adapter_losses(bem, {"input_ids": some_ids()}, LossWeights(operations=1.0))
+
+
+def test_watching_learned_levels_sees_the_same_ones_training_or_not_and_fallen_back_or_not(monkeypatch):
+    """All sites take prefix codes, whose router alone runs: those of a fallback and of training are of every level."""
+    host, ids = make_host(), some_ids()
+    with attach_bem(host, LEARNED, fallback=FallbackPolicy()) as bem, torch.no_grad():
+        bem.levels.logits[:, 0] = 9
+        with RoutingMonitor(host, bem=bem) as monitor:
+            route = bem.controller.route
+            host(ids)
+            monkeypatch.setattr(bem.controller, "route", lambda *args: 1 / 0)
+            host(ids)
+            assert bem.fallbacks.n_failed == 1
+            monkeypatch.setattr(bem.controller, "route", route)
+            host.train()
+            host(ids)
+            host.eval()
+            host(ids)
+            assert monitor.report()["n_tokens"] == 4 * ids.numel()

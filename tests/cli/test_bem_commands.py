@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from arrangements import tokenizer
 from bem_oracle import make_host
 from probemon.bem import BemConfig, attach_bem
+from probemon.bem.config import LEVELS
 from probemon.bem.course import CHECKPOINT, Course
 from probemon.bem.evaluation.held_out import measure
 from probemon.bem.lessons import make_batches, make_lesson, split
@@ -190,6 +191,12 @@ def test_held_out_losses_are_those_of_plain_cross_entropy_row_by_row(place, word
             rows += [-logits[t - 1, lesson.ids[t]] for t in range(1, len(lesson.ids)) if lesson.counted[t]]
     assert ours.n_labels == len(rows) and ours.loss == pytest.approx(float(torch.stack(rows).mean()), abs=1e-6)
     assert ours.n_documents == 4
+    batches = list(make_batches(lessons[:7], 3, 0))
+    for wrong in (documents[:6], documents[:8]):  # a row more or less would be left out
+        with pytest.raises(ConfigError, match=f"{len(wrong)} documents for 7 rows"):
+            measure(bem, batches, wrong)
+    with pytest.raises(ConfigError, match="has input_ids, attention_mask and no labels"):
+        measure(bem, [{name: x for name, x in batches[0].items() if name != "labels"}], documents[:3])
 
 
 def test_whole_documents_are_split_and_every_part_has_one():
@@ -231,8 +238,9 @@ def test_of_a_chat_the_turns_of_the_assistant_count(words):
         (["train", "nowhere", "{few}", "--out", "{out}"], "there are 1 documents"),
         (["train", "nowhere", "{rows}", "--out", "{full}"], "is no unfinished training"),
         (["eval", "nowhere", "{full}", "{rows}"], "has no bem.json"),
-        (["distil", "nowhere", "{full}", "{rows}", "--out", "{out}", "--rank", "3"], "give --steps too"),
+        (["distil", "nowhere", "{full}", "{rows}", "--out", "{out}", "--labels", "1"], "give --steps too"),
         (["inspect", "{full}"], "has no bem.json"),
+        (["inspect", "{rows}"], "it is not a saved adapter"),
         (["inspect", "{full}", "--text", "w1"], "give --model too"),
     ],
 )  # fmt: skip
@@ -246,3 +254,36 @@ def test_what_is_wrong_is_said_in_one_line_before_a_model_is_loaded(place, run, 
     code, text, errors = run(*(argument.format(**names) for argument in arguments))
     assert code == 2 and text == "" and errors.count("\n") == 1 and says in errors, errors
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "rank"),
+    [
+        (["--level", "learned"], "low_rank of rank 2 for", 2),
+        (["--level", "energy"], "low_rank of rank 2 for", 2),
+        (["--form", "kronecker", "--set", "terms=1"], "kronecker of 1 term for", 16),
+        (["--form", "head_groups", "--sites", "o", "--set", "groups=2"], "of rank 2 in each of 2 groups for", 4),
+        (["--form", "rank_mask", "--set", "active=1"], "rank_mask of rank 2, 1 of them active for", 2),
+        (["--form", "film"], "film of rank 2 for", None),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_every_form_and_level_is_trained_inspected_and_distilled(place, run, tmp_path, how, says, rank):
+    out, host = tmp_path / "adapter", place / "host"
+    code, text, errors = run("train", host, place / "rows.jsonl", "--out", out, *SMALL, "--epochs", "1", *how)
+    assert code == 0 and says.removesuffix(" for") in text, errors
+    code, text, errors = run("inspect", out, "--model", host, "--text", "w1 w20 w3 w11")
+    assert code == 0 and says in text, errors
+    code, text, errors = run("inspect", out, "--model", host, "--text", "w1 w20 w3 w11", "--json")
+    told = json.loads(text)
+    assert told["trainable"] == sum(tensor.numel() for tensor in load_file(out / "bem.safetensors").values())
+    chosen = attach_bem(make_host(), out).levels
+    levels = set(LEVELS if chosen is None else chosen.chosen().values())
+    assert {token["level"] for token in told["tokens"]} <= levels
+    for cut in ([], ["--rank", "1"]):
+        lora = tmp_path / f"lora{len(cut)}"
+        code, text, errors = run("distil", host, out, place / "rows.jsonl", "--out", lora, *cut, "--json")
+        if rank is None:
+            assert code == 2 and "so it has no LoRA" in errors and "loaded" not in errors
+            continue
+        assert code == 0 and json.loads(text)["rank"] == (1 if cut else rank), errors

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import benchmark
+import benchmark_bem
 import figures
 import vllm_figures
 from mutate_alignment import MUTATIONS
+from probemon.bem.config import FORMS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -207,6 +209,13 @@ def test_what_forms_of_an_update_save_on_real_texts_is_what_was_measured():
     assert max(saved, key=lambda name: saved[name]["saved_nats"]) == "kronecker"
     times = found["costs"]["kronecker"]["operations"] / found["costs"]["lora"]["operations"]
     assert f"compute {times:.0f} times what a LoRA does" in page
+    steps = {form: found["costs"][form]["step"]["ratio"][0] for form in FORMS}
+    of_bem = [row for row in result("bem.json")["rows"] if row["method"] == "bem, eager"]
+    whole = max(row["over_lora_pct"] for row in of_bem if row["part"] == "decode")
+    assert (
+        f"takes {steps.pop('low_rank'):.2f} times the LoRA's with low_rank and up to {max(steps.values()):.2f} with the"
+        f" others; through the whole model at most {whole:.1f} % more" in page
+    )
     seeds = {method: [row["seed"] for row in found["rows"] if row["method"] == method] for method in saved}
     assert all(sorted(own) == [0, 1, 2, 3, 4] for own in seeds.values())
 
@@ -287,6 +296,7 @@ def test_the_cost_of_a_corpus_is_what_was_measured():
 def test_the_cost_of_a_routed_adapter_is_what_was_measured():
     page, found = page_of("docs/bem.md"), result("bem.json")
     assert flat(figures.bem_claims(found)) in page and flat(figures.bem_grid(found)) in page
+    assert found["claims"]["latency_over_lora_pct"]["bar"] == benchmark_bem.BARS["latency_over_lora_pct"][0] == 12
     assert {row["length"] for row in found["rows"]} == {128, 256, 512, 2048} and found["suite"] == "grid"
     hooks = max(row["hooks_ms"] / row["median_ms"] for row in found["rows"] if "hooks_ms" in row)
     assert (

@@ -1,12 +1,17 @@
 """The study of forms: what it measures is what its numbers say."""
 
+import re
+
 import pytest
 import torch
 
 import perf_track
+from perf_study import report
 from perf_track import Task, claims, divergence, integrity, learn, verdicts
 from probemon.bem import attach_bem
 from probemon.bem.evaluation.gates import NOT_JUDGED, PASSED
+
+MACHINE = {"cpu": "one", "threads": 1, "torch": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -66,4 +71,13 @@ def test_claims_and_verdicts_are_judged_by_their_bars():
     judged = verdicts(rows, errors)
     assert len(judged) == 4 and all(one["p"] == 1 / 32 and one["on_frontier_of_operations"] for one in judged)
     assert all(verdict == PASSED for one in judged for verdict, _ in one["gates"].values())
+    whole = {"rows": rows, "claims": found, "verdicts": judged, "commit": "c" * 40, "machine": MACHINE}
+    page, lines = report.page(whole), list(report.lines(whole))
+    assert page.count("<svg") == 4 and page.count("share of the divergence left, lower is better") == 4
+    assert page.count(">lora</text>") == 4 and page.count("<td>passed</td>") == 12
+    shown = re.search(r"<tr><td>film</td><td>film</td><td>([^<]*)</td><td>0.031</td><td>(\d+) %", page)
+    assert (
+        shown and shown[1].startswith("+0.2520 (") and int(shown[2]) == round(100 * judged[3]["share_of_draws_on_it"])
+    )
+    assert len(lines) == 4 and "film +0.2520" in " ".join(lines[3].split()) and lines[3].endswith("gain passed")
     assert verdicts(rows, {**errors, "rows": None})[0]["gates"]["integrity"][0] == NOT_JUDGED

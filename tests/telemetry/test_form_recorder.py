@@ -1,6 +1,7 @@
 """What is told of forms while they steer, against the same numbers computed token by token."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ def test_gates_of_groups(host):
         np.testing.assert_allclose(said["gate_variance"], gate.var(0), atol=1e-5)
         np.testing.assert_allclose(said["gate_p95"], np.quantile(gate, 0.95, axis=0), atol=1e-5)
         assert said["gate_correlation"] == pytest.approx(abs(np.corrcoef(gate.T)[0, 1]), abs=1e-4)
+        np.testing.assert_allclose(said["gate_correlations"], np.corrcoef(gate.T), atol=1e-4)
         squares = np.zeros(2)
         for code in taken[False]:
             blocks = form.dense(code).detach().unflatten(1, (2, -1)).double()
@@ -89,6 +91,9 @@ def test_kronecker_products(host):
         largest = np.mean([float(torch.linalg.matrix_norm(m, 2)) for m in matrices])
         assert largest * (1 - 1e-5) <= said["sigma1_at_most"] <= said["frobenius"]
         rank = np.mean([float(m.norm()) ** 2 / float(torch.linalg.matrix_norm(m, 2)) ** 2 for m in matrices])
+        for a, found in zip(bem.updates[site.key].A.detach().double().numpy(), said["from_orthogonal"], strict=True):
+            by_hand = a @ a.T / np.trace(a @ a.T) - np.eye(len(a)) / len(a)
+            assert found == pytest.approx(float(np.sqrt((by_hand**2).sum())), abs=1e-5) and found > 0.1
         assert 1 <= said["stable_rank_at_least"] <= rank * (1 + 1e-5)
 
 
@@ -113,6 +118,14 @@ def test_what_is_wrong_is_told(host):
         assert [line.split(": ")[1] for line in recorder.alerts()] == [
             "100% of outputs are stretched to the bound (saturated)"
         ] * len(bem.sites)
+    rows = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).Q
+    products = BemConfig(form="kronecker", terms=2, sites=("o",), width=6, chunk_tokens=3, prefix_tokens=6)
+    with attach_bem(host, products) as bem, torch.no_grad(), RoutingMonitor(host, bem=bem) as monitor:
+        recorder = FormRecorder(bem, monitor)
+        host(some_ids())
+        bem.updates["o_0"].A[0] = 3 * rows
+        first, zeros = recorder.report()["o.0"]["from_orthogonal"]
+        assert first == pytest.approx(0, abs=1e-6) and zeros is None
     config = BemConfig(form="rank_mask", rank=8, active=2, width=6, chunk_tokens=3, prefix_tokens=6)
     with attach_bem(host, config) as bem, torch.no_grad():
         bem.controller.token[-1].weight.zero_()
@@ -194,3 +207,25 @@ def test_what_it_cannot_record_is_refused(host):
         pytest.raises(ConfigError, match="routing does not watch this adapter"),
     ):
         FormRecorder(bem, None)
+
+
+def test_each_site_is_told_by_the_level_that_it_has_learned(host):
+    """Of four sites two take prefix codes, one chunk and one token codes; queries take chunk codes, as ever."""
+    config = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6, level="learned")
+    for sites, chosen in ((("o", "down"), [0, 1, 2, 0]), (("q", "down"), [2, 2]), (("q", "down"), [0, 0])):
+        with randomise(attach_bem(host, replace(config, sites=sites)), size=0.8) as bem, torch.no_grad():
+            bem.levels.logits.copy_(9 * torch.nn.functional.one_hot(torch.tensor(chosen), 3))
+            seen = []
+            handle = bem.controller.register_forward_hook(lambda module, args, codes, seen=seen: seen.append(codes))
+            with RoutingMonitor(host, bem=bem) as monitor:
+                recorder = FormRecorder(bem, monitor)
+                host(some_ids(2))
+            handle.remove()
+            report, levels = recorder.report(), bem.levels.chosen()
+            for site in bem.sites:
+                code = seen[0].of(levels.get(site.name, "chunk")).flatten(0, 1)
+                gamma, _ = bem.updates[site.key].gamma_beta(code)
+                assert report[site.name]["stretch"] == pytest.approx(float(gamma.abs().mean()), abs=1e-6), site.name
+            steering = {stream["level"]: stream["n_steering"] for stream in monitor.report()["streams"]}
+            taken = {*levels.values(), *(["chunk"] if "q" in sites else [])}
+            assert {level for level, n in steering.items() if n} == taken

@@ -51,6 +51,8 @@ def solve(model: Any, config: BemConfig, budget: int) -> Solved:
     Raises `ConfigError` for a budget that is too small, and as `BemConfig` and `find_sites`.
     """
     check_count("budget", budget, least=1)
+    if not isinstance(config, BemConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: give a BemConfig, which BemConfig.from_dict makes")
     sites = find_sites(model, config)
 
     def fits(candidate: BemConfig) -> bool:

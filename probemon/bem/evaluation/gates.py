@@ -119,8 +119,8 @@ def gain(
 
 
 def latency(ratios: Sequence[float]) -> Gate:
-    """A step takes at most 15 % longer than with an unmerged LoRA: paired ratios of times taken in turns; the upper end
-    of the 95 % interval of their median, by order statistics, decides.
+    """What was timed takes at most 15 % longer than with an unmerged LoRA: paired ratios of times taken in turns; the
+    upper end of the 95 % interval of their median, by order statistics, decides.
     """
     interval = median_interval(ratios)
     if interval is None:

@@ -46,7 +46,12 @@ class HeldOut:
 def measure(
     bem: Bem, batches: Sequence[Batch], documents: Sequence[int], progress: Callable[[int], object] = lambda n: None
 ) -> HeldOut:
-    """Return the losses on `batches`, of whose rows `documents` says which they are of. Raises `ConfigError`."""
+    """Return the losses on `batches`, of whose rows `documents` says which they are of. Raises `ConfigError`, also
+    where that is not a number for each row.
+    """
+    n_rows = sum(len(host_inputs(batch)["input_ids"]) for batch in batches)
+    if len(documents) != n_rows:
+        raise ConfigError(f"{len(documents)} documents for {n_rows} rows: give a number for each row of all batches")
     steered, bare, counts = dict[int, float](), dict[int, float](), dict[int, int]()
     at = 0
     with mode(bem.host, training=False):
@@ -77,6 +82,11 @@ def measure(
 def label_losses(host: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return of each row the sum of its labels' cross-entropy `[B]` fp64, and how many they are `[B]`."""
     inputs = host_inputs(batch)
+    if batch.get("labels") is None:
+        raise ConfigError(
+            f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be"
+            " counted"
+        )
     labels = next_labels(batch["labels"], real_tokens(batch))
     logits = host(**inputs, use_cache=False).logits[:, :-1]
     losses = nn.functional.cross_entropy(

@@ -55,6 +55,8 @@ def profile_sites(bem: Bem, call: Callable[[], object]) -> Profile:
 
     Raises `BemError` where the adapter is off, or no forward of the host passed it.
     """
+    if not isinstance(bem, Bem):
+        raise BemError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if not bem.open:
         raise BemError("the adapter is not on its host, so there is nothing to profile: attach it")
     with ExitStack() as stack:

@@ -143,8 +143,10 @@ def pareto_shares(
     `costs [N, K]`; `qualities [N, S]`, the same S seeds of each; `latencies [N, R]`, of the same R rounds of each: one
     more cost, the median of drawn rounds. A frontier of single means is noise: "robust" is a share of 0.9 or more.
     """
-    qualities, fixed = np.asarray(qualities, dtype=np.float64), np.asarray(costs, dtype=np.float64)
-    rounds = np.empty((len(qualities), 0)) if latencies is None else np.asarray(latencies, dtype=np.float64)
+    qualities, fixed = _numbers("qualities", qualities), _numbers("costs", costs)
+    rounds = np.empty((len(qualities), 0)) if latencies is None else _numbers("latencies", latencies)
+    if not fixed.ndim == rounds.ndim == qualities.ndim == 2 or not qualities.shape[1]:
+        raise ConfigError("costs, qualities and latencies are tables with a row for each variant: give [N, K] of each")
     if not len(fixed) == len(rounds) == len(qualities):
         raise ConfigError(
             f"{len(fixed)} costs, {len(rounds)} latencies, {len(qualities)} qualities: give each variant's"
@@ -188,23 +190,30 @@ def median_interval(values: Sequence[float] | Doubles, *, confidence: float = 0.
     while k < n and below < 1 - tail:
         below += math.comb(n, k) / 2**n
         k += 1
-    if n < 6 or k >= n or not np.isfinite(ordered).all():
+    if below < 1 - tail or not np.isfinite(ordered).all():
         return None
-    return float(ordered[n - 1 - k]), float(ordered[k])
+    return float(ordered[n - k]), float(ordered[k - 1])
 
 
 def _points(points: Sequence[Sequence[float]] | Doubles) -> Doubles:
-    values = np.asarray(points, dtype=np.float64)
+    values = _numbers("points", points)
     if values.ndim != 2 or values.shape[1] < 2 or not np.isfinite(values).all():
         raise ConfigError("points are costs and a quality each, all of them finite numbers")
     return values
 
 
 def _finite(name: str, values: Sequence[float] | Doubles) -> Doubles:
-    found = np.asarray(values, dtype=np.float64)
+    found = _numbers(name, values)
     if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
         raise ConfigError(f"{name} are a list of finite numbers, one at least")
     return found
+
+
+def _numbers(name: str, values: object) -> Doubles:
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} are no table of numbers: give numbers, as many in each row") from None
 
 
 def _scipy() -> Any:

@@ -67,6 +67,9 @@ def test_what_is_claimed_of_vllm_is_what_was_found():
     found, page = result("vllm.json"), page_of("docs/vllm.md")
     assert flat(vllm_figures.claims(found)) in page and flat(vllm_figures.runs(found)) in page
     assert flat([vllm_figures.soak(found)]) in page
+    cost = found["parts"]["overhead"]
+    said = f"took {cost['step_ms']:.1f} ms without scoring and {cost['watched_ms']:.1f} ms with it"
+    assert said in page and f"clock {cost['in_worker_ms']:.1f} ms were spent on scoring" in page
 
 
 def test_what_the_server_costs_is_what_was_measured():

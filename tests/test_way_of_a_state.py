@@ -37,7 +37,7 @@ class Walk:
             self.modules.append(name)
 
 
-def test_one_token_enters_at_most_nine_modules(pack):
+def test_one_token_enters_at_most_ten_modules(pack):
     pytest.importorskip("numba")
     model = make_model()
     manager = DynamicProbeManager(pack, impl="numba", strategy="descent")
@@ -52,6 +52,6 @@ def test_one_token_enters_at_most_nine_modules(pack):
         ids = torch.tensor([[1, 5, 9, 13]])
         model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=PAD, eos_token_id=None)
     sys.setprofile(None)
-    assert n_forwards == 8 and len(walk.modules) <= 9, "\n".join(walk.modules)
+    assert n_forwards == 8 and len(walk.modules) <= 10, "\n".join(walk.modules)
     drawn = PAGE.split("## The way of one hidden state")[1].split("```")[1]
     assert walk.modules == re.findall(r"^ *([a-z_/]+\.py)", drawn, flags=re.MULTILINE)

@@ -86,7 +86,7 @@ class Tap:
         layers = self._layers
         return (
             number < len(layers)
-            and uncompiled(layers[number]) is layer
+            and (layers[number] is layer or uncompiled(layers[number]) is layer)
             and all(getattr(part, name, None) is layers for part, name in self._holders)
         )
 

@@ -390,6 +390,7 @@ def test_what_was_dropped_last_is_unseen_though_no_later_message_tells_of_the_dr
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6]))
     channel.n_dropped += 2  # the step of column 2, and the end
+    assert client.wait(lambda: client.n_steps == 1, 5)
     assert client.result(answer_of("a", [5, 6], [7, 8]), timeout_seconds=0.1).coverage.unseen == ("", "", LATE, LAST)
     assert client.result(answer_of("b", [5, 6], []), timeout_seconds=0).coverage.unseen == (NOT_RUN, NOT_RUN)
     channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6], "c-00000000"))

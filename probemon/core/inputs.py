@@ -49,6 +49,8 @@ def check_states(hidden: Tensor, width: int | None = None, name: str = "hidden")
     """Raise `ConfigError` unless hidden is a dense `[N, D]` of real floats, of `width` values each."""
     if hidden.layout != torch.strided or hidden.device.type == "meta" or not hidden.dtype.is_floating_point:
         raise ConfigError(f"{name} is {described(hidden)}: give a dense tensor of a float dtype, with values")
+    if hidden.is_neg():  # kernels read what lies in memory, which has the other sign
+        raise ConfigError(f"{name} is a view that negates another tensor: give its .resolve_neg()")
     shape = tuple(hidden.shape)
     if len(shape) != 2 or shape[1] != (shape[1] if width is None else width):
         raise ConfigError(f"{name} has shape {shape}, expected [N, {'D' if width is None else width}]")

@@ -160,6 +160,8 @@ class Scorer:
                 f"state is {type(state).__name__}: give None to begin, or the RowState that the last step returned"
             )
         retained = np.zeros(shape, dtype=bool) if state is None else state.retained
+        if not isinstance(retained, np.ndarray):
+            raise ConfigError(f"state holds {type(retained).__name__}: give a state of bool {list(shape)}")
         if retained.shape != shape or retained.dtype != np.bool_:
             raise ConfigError(
                 f"state holds {retained.dtype} {list(retained.shape)}, hidden {n} rows: give a state of"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -54,8 +55,11 @@ class Tap:
         self._holders = [
             (part, name) for part in decoder.modules() for name, one in part.named_children() if one is layers
         ]
-        numbers = {site: parse_site(site)[1] for site in sites if isinstance(site, str)}
-        self._standing = {site: (number, uncompiled(layers[number])) for site, number in numbers.items()}
+        self._standing = {
+            name: _Standing.of(layers, parse_site(name)[1], module)
+            for site, (name, module) in zip(sites, self._targets, strict=True)
+            if isinstance(site, str)
+        }
         self.placed: list[PlacedHook] = []
         self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
         self._stack = ExitStack()
@@ -79,16 +83,14 @@ class Tap:
         self._stack.close()
 
     def stands(self, site: str) -> bool:
-        """Whether the layer that is read still stands where the site says: layers may be removed, or change places."""
-        number, layer = self._standing.get(site, (0, None))
-        if layer is None:  # a place of the caller's own
+        """Whether what is read still stands where the site says: layers, and their blocks, may be removed, wrapped, or
+        change places.
+        """
+        standing = self._standing.get(site)
+        if standing is None:  # a place of the caller's own
             return True
         layers = self._layers
-        return (
-            number < len(layers)
-            and (layers[number] is layer or uncompiled(layers[number]) is layer)
-            and all(getattr(part, name, None) is layers for part, name in self._holders)
-        )
+        return standing.holds(layers) and all(getattr(part, name, None) is layers for part, name in self._holders)
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
         # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not
@@ -111,6 +113,40 @@ class Tap:
                 leave(site, hidden.detach())
 
         return hook
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Where a module stood: in which layer, and under which names in it; without any it is the layer itself."""
+
+    number: int
+    layer: nn.Module
+    names: tuple[str, ...]
+    module: nn.Module
+
+    @staticmethod
+    def of(layers: nn.ModuleList, number: int, module: nn.Module) -> _Standing:
+        layer, module = uncompiled(layers[number]), uncompiled(module)
+        path = next((name for name, part in layer.named_modules() if part is module), "")
+        return _Standing(number, layer, tuple(name for name in path.split(".") if name and name != "_orig_mod"), module)
+
+    def holds(self, layers: nn.ModuleList) -> bool:
+        """Whether it stands there still; what torch.compile put around it is no other module."""
+        if self.number >= len(layers):
+            return False
+        part: nn.Module | None = _inner(layers[self.number])
+        if part is not self.layer:
+            return False
+        for name in self.names:
+            part = _inner(part._modules.get(name))
+            if part is None:
+                return False
+        return not self.names or part is self.module
+
+
+def _inner(part: nn.Module | None) -> nn.Module | None:
+    """`uncompiled`, in the way of every token, where a compiled module is rare."""
+    return uncompiled(part) if part is not None and "_orig_mod" in part._modules else part
 
 
 def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None, *, floats: bool = True) -> None:

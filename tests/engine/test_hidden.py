@@ -33,6 +33,7 @@ BAD = {
     "bool": (STATES > 0, "is bool"),
     "sparse": (STATES.to_sparse(), "is float32 sparse"),
     "meta": (STATES.to("meta"), "on the meta device"),
+    "negating": (torch.complex(STATES, STATES).conj().imag, "is a view that negates"),
 }
 NO_TENSOR = {
     "numpy": (STATES.numpy(), "is ndarray"),
@@ -61,7 +62,8 @@ def test_sites_of_different_lengths_and_states_of_others_are_named(two_sites):
         manager.step(None, {"resid_post.2": STATES})
     hidden = {"resid_post.2": STATES, "resid_post.0": STATES}
     state, _ = manager.step(None, hidden)
-    for wrong in (state.retained, 3, type(state)(state.retained[:2]), type(state)(state.retained.astype(float))):
+    rows = state.retained
+    for wrong in (rows, 3, *map(type(state), (rows[:2], rows.astype(float), rows.tolist(), torch.from_numpy(rows)))):
         with pytest.raises(ConfigError, match=r"^state "):
             manager.step(wrong, hidden)
 

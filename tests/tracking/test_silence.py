@@ -453,14 +453,15 @@ def test_rows_of_a_cache_that_were_moved_are_told_by_their_masks_where_their_ids
 
 
 class Louder(torch.nn.Module):
-    """A layer with something around it that was put there later."""
+    """A layer, or a block of one, with something around it that was put there later."""
 
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
     def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs) + 1
+        given = self.inner(*args, **kwargs)
+        return (given[0] + 1, *given[1:]) if isinstance(given, tuple) else given + 1
 
 
 def exchange(layers):
@@ -507,6 +508,38 @@ def test_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_its_site(ma
                 host.model.layers = torch.nn.ModuleList(before)
     assert gaps and run.result(out).coverage.n_unseen == out.numel()
     assert run.result(IDS[:, :3]).coverage.n_unseen == 0
+
+
+def exchange_parts(layers, name):
+    layers[0]._modules[name], layers[1]._modules[name] = layers[1]._modules[name], layers[0]._modules[name]
+
+
+def wrap_part(layers, name):
+    layers[1]._modules[name] = Louder(layers[1]._modules[name])
+
+
+@pytest.mark.parametrize("change", [exchange_parts, wrap_part])
+@pytest.mark.parametrize("site", ["mlp_out.1", "attn_out.1"])
+def test_a_block_of_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_its_site(tmp_path, site, change):
+    host, name = make_model(), "mlp" if site == "mlp_out.1" else "self_attn"
+    manager = DynamicProbeManager(make_pack(tmp_path / "blocks", host, sites=(site,)))
+    with manager.attach(host, on_gap=lambda gap: None) as run, torch.no_grad():
+        host(IDS[:, :3])
+        change(host.model.layers, name)
+        host(IDS, use_cache=False)
+    assert run.result(IDS[:, :3]).coverage.n_unseen == 0
+    assert run.result(IDS).coverage.n_unseen == IDS.numel()
+
+
+@pytest.mark.parametrize("site", ["mlp_out.1", "attn_out.1"])
+def test_a_block_in_which_something_changed_still_stands_there(tmp_path, site):
+    host, name = make_model(), "mlp" if site == "mlp_out.1" else "self_attn"
+    manager = DynamicProbeManager(make_pack(tmp_path / "blocks", host, sites=(site,)))
+    with manager.attach(host) as run, torch.no_grad():
+        layer = host.model.layers[1]
+        layer._modules[name] = torch.compile(layer._modules[name], backend="eager")
+        host(IDS)
+    assert run.result(IDS).coverage.n_unseen == 0
 
 
 def test_a_layer_that_was_compiled_in_its_place_still_stands_there(manager):

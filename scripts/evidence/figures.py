@@ -67,6 +67,22 @@ def host(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def scale(found: dict[str, Any]) -> list[str]:
+    """What the number of probes costs."""
+    parts: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        if row["part"].endswith(" at scale"):
+            parts.setdefault(row["n_probes"], {})[row["part"].removesuffix(" at scale")] = row
+    lines = ["| probes | opened in | a manager made in | a step | evaluated in it |", "|---|---|---|---|---|"]
+    for n, rows in parts.items():
+        opened, made = (rows[name]["median_us"] / 1e3 for name in ("open", "manager"))
+        step = rows["step"]
+        lines.append(
+            f"| {n:,} | {opened:.0f} ms | {made:.0f} ms | {step['median_us']:.0f} µs | {step['evaluated']:.0f} |"
+        )
+    return lines
+
+
 def settings(found: dict[str, Any]) -> list[str]:
     """What settings cost and find, by pack."""
     lines = ["| pack | settings | evaluated a token | dropped | µs a step | found |", "|---|---|---|---|---|---|"]
@@ -485,7 +501,7 @@ TABLES = {
     "ltm_recall.json": (recall_study,),
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),
-    "cpu.json": (claims, host, grid),
+    "cpu.json": (claims, host, grid, scale),
     "quality.json": (rules, retained),
     "settings.json": (settings,),
     "mails.json": (mails,),

@@ -128,8 +128,8 @@ def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: 
 def parameter_groups(bem: Bem, settings: TrainSettings) -> list[dict[str, Any]]:
     """Return an adapter's parameters in groups, as optimisers of torch and Trainer take them, each with its `lr`.
 
-    Raises `ConfigError` for a multiplier of no parameter, and where nothing would learn, or more numbers than the budget
-    allows.
+    Raises `ConfigError` for a multiplier of no parameter, and where nothing would learn, or more numbers than the
+    budget allows.
     """
     by_multiplier: dict[float, list[nn.Parameter]] = {}
     unused, n_learning = set(settings.multipliers), 0

@@ -745,7 +745,7 @@ def test_what_evaluations_and_foretelling_cannot_take_is_told():
         with pytest.raises(ConfigError, match=message):
             take_turns(calls, 1)
     for device in ("gpu", "meta", None, "cuda:97"):
-        with pytest.raises(ConfigError, match="device is .*give"):
+        with pytest.raises(ConfigError, match=r"device is .*give"):
             peak_memory(lambda: None, device)
     with pytest.raises(ConfigError, match="peak_memory is given 3"):
         peak_memory(3)

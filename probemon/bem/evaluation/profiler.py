@@ -101,7 +101,8 @@ def peak_memory(call: Callable[[], object], device: str | torch.device = "cpu") 
     if device.type == "cuda":
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(
-                f"device is {str(device)!r}, and torch sees {torch.cuda.device_count()} GPUs: give one of those, or 'cpu'"
+                f"device is {str(device)!r}, and torch sees {torch.cuda.device_count()} GPUs: give one of those, or"
+                " 'cpu'"
             )
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

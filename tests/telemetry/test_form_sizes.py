@@ -12,6 +12,7 @@ import probemon.bem.host_hooks
 from bem_oracle import FORMS, VOCAB, make_host, randomise
 from conftest import n_hooks
 from probemon.bem import attach_bem
+from probemon.bem.measures import Measures, names_of
 from probemon.errors import ConfigError
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.form_recorder import FormLimits, FormRecorder
@@ -304,3 +305,20 @@ def test_alerts_of_sizes_have_limits():
         FormRecorder(bem, RoutingMonitor(host, bem=bem), limits=3)
     with pytest.raises(ConfigError, match=r"ratio is .*give 0 or more, or None"):
         FormLimits(ratio="large")
+
+
+@pytest.mark.parametrize("name", ["head_groups", "kronecker"])
+def test_measuring_waits_for_no_device(host, name):
+    """A tensor on meta has no values: what asks for one, as a wait for a GPU does, raises."""
+
+    def nothing(n):
+        return torch.empty(6, n, device="meta")
+
+    with attach_bem(host, FORMS[name]) as bem:
+        measures = Measures(bem)
+        for site in bem.sites:
+            measures.take(site, nothing(site.n_in), nothing(site.n_out), nothing(site.n_out))
+        for layer in range(2):
+            measures.take_layer(layer, nothing(16).view(2, 3, 16))
+        assert not measures.awaited
+        assert measures.all(6, torch.device("meta")).shape == (6, len(names_of(bem)))

@@ -138,7 +138,8 @@ class Bem(nn.Module):
         forget_compiled(host)
         stack.callback(forget_compiled, host)
         # Not among the hooks of `attach`: whoever asks for nothing has none on layers.
-        for number in sorted(written_layers(self)):
+        self.measured.layers = written_layers(self)
+        for number in sorted(self.measured.layers):
             stack.callback(layers[number].register_forward_hook(take_layer_hook(self, number)).remove)
         self.measured.n_asking += 1
         stack.callback(self._stop_measuring)

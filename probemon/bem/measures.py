@@ -3,7 +3,7 @@
     with ExitStack() as stack:
         bem.measure(stack)                       # until the stack closes; nothing is measured before or after
         bem.measured.register_forward_hook(...)  # is given [B, T, K] of every forward
-    names_of(bem)                                # what the K columns are: [("o.3", "ratio"), ("o.3", "moved"), ...]
+    names_of(bem)                                # what the K columns are: [("o.3", "ratio"), ("o.4", "ratio"), ...]
 
 Of each site and token:
 
@@ -20,7 +20,7 @@ Nothing here waits for a GPU, and nothing that is measured is changed.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -44,20 +44,27 @@ class Measured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.n_asking = 0
+        self.layers: set[int] = set()  # those of `written_layers`, while somebody asks
 
     def forward(self, sizes: Tensor) -> Tensor:
         return sizes
 
 
 class Measures:
-    """What is measured in one forward of `M` tokens. `awaited`: sites, and layers, that have not run yet."""
+    """What is measured in one forward. `awaited`: sites, and layers, that have not run yet.
+
+    At sites and layers norms alone are taken, of all tokens; what is made of them is made once a forward.
+    """
 
     def __init__(self, bem: Bem) -> None:
-        self._bem = bem
-        self._columns: dict[str, list[Tensor]] = {}  # `[M, 1]` or more each, by site key
+        self._bem, self._layers = bem, bem.measured.layers
+        self.awaited: set[str | int] = {*(site.key for site in bem.sites), *self._layers}
+        self._updates: dict[str, Tensor] = {}  # norms `[M]`, by site key
+        self._outputs: dict[str, Tensor] = {}
+        self._hidden: dict[str, Tensor] = {}
+        self._energies: dict[str, Tensor] = {}  # `[M, G]`
         self._deltas: dict[int, list[tuple[Site, Tensor]]] = {}
-        self.awaited: set[str | int] = {site.key for site in bem.sites} | written_layers(bem)
-        self._layers = written_layers(bem)
+        self._multiplier = float(getattr(text_config(bem.host), "residual_multiplier", None) or 1.0)
 
     @torch.no_grad()
     def take(self, site: Site, x: Tensor, base: Tensor, steered: Tensor) -> None:
@@ -66,14 +73,14 @@ class Measures:
             return
         self.awaited.discard(site.key)
         wide = torch.promote_types(base.dtype, torch.float32)
-        delta = steered.to(wide) - base.to(wide)
-        self._columns[site.key] = [_share(_norm(delta), _norm(base.to(wide)))]
+        delta = steered.to(wide) - base
+        self._updates[site.key] = torch.linalg.vector_norm(delta, dim=-1)
+        self._outputs[site.key] = torch.linalg.vector_norm(base, dim=-1, dtype=wide)
         form = self._bem.updates[site.key]
-        energies = group_energy(x.to(wide), form.n_codes) if isinstance(form, HeadGroups) else delta[:, :0]
-        moved = delta.new_full((len(delta), 1), math.nan)
+        if isinstance(form, HeadGroups):
+            self._energies[site.key] = group_energy(x.to(wide), form.n_codes)
         if site.layer in self._layers and not site.chunked:
             self._deltas.setdefault(site.layer, []).append((site, delta))
-        self._columns[site.key] += [moved, energies]
 
     @torch.no_grad()
     def take_layer(self, layer: int, hidden: Tensor) -> None:
@@ -81,25 +88,38 @@ class Measures:
         if layer not in self.awaited:
             return
         self.awaited.discard(layer)
-        multiplier = float(getattr(text_config(self._bem.host), "residual_multiplier", None) or 1.0)
+        flat = hidden.reshape(-1, hidden.shape[-1])
         for site, delta in self._deltas.pop(layer, []):
-            flat = hidden.reshape(-1, hidden.shape[-1]).to(delta)
             if flat.shape == delta.shape:
-                delta = multiplier * delta
-                self._columns[site.key][1] = _share(_norm(delta), _norm(flat - delta))
+                without = torch.sub(flat.to(delta.device, non_blocking=True), delta, alpha=self._multiplier)
+                self._hidden[site.key] = torch.linalg.vector_norm(without, dim=-1)
 
+    @torch.no_grad()
     def all(self, n_tokens: int, device: torch.device) -> Tensor:
-        """Return `[M, K]` in fp32: the columns that `names_of` names, NaN at sites that did not run."""
-        every: list[Tensor] = []
+        """Return `[M, K]` in fp32: the columns that `names_of` names, NaN where something did not run."""
+        unknown = torch.full((n_tokens,), math.nan, dtype=torch.float32, device=device)
+
+        def together(norms: dict[str, Tensor]) -> Tensor:
+            every = [norms.get(site.key, unknown) for site in self._bem.sites]
+            return torch.stack([norm.to(device, torch.float32, non_blocking=True) for norm in every], dim=1)
+
+        updates = together(self._updates)
+        columns = [
+            _share(updates, together(self._outputs)),
+            _share(self._multiplier * updates, together(self._hidden)),
+        ]
         for site in self._bem.sites:
-            unknown = (n_tokens, len(_names(self._bem, site)))
-            every += self._columns.get(site.key) or [torch.full(unknown, math.nan, dtype=torch.float32)]
-        return torch.cat([part.to(device, torch.float32, non_blocking=True) for part in every], dim=1)
+            n_groups = _n_groups(self._bem, site)
+            if n_groups:
+                energies = self._energies.get(site.key, unknown[:, None].expand(-1, n_groups))
+                columns.append(energies.to(device, torch.float32, non_blocking=True))
+        return torch.cat(columns, dim=1)
 
 
 def names_of(bem: Bem) -> list[tuple[str, str]]:
     """Return what the columns are: the name of the site, and what is measured there."""
-    return [(site.name, name) for site in bem.sites for name in _names(bem, site)]
+    shares = [(site.name, what) for what in ("ratio", "moved") for site in bem.sites]
+    return shares + [(site.name, f"energy {g}") for site in bem.sites for g in range(_n_groups(bem, site))]
 
 
 def written_layers(bem: Bem) -> set[int]:
@@ -112,15 +132,11 @@ def written_layers(bem: Bem) -> set[int]:
     }
 
 
-def _names(bem: Bem, site: Site) -> list[str]:
-    form: Any = bem.updates[site.key]
-    return ["ratio", "moved", *(f"energy {g}" for g in range(form.n_codes if isinstance(form, HeadGroups) else 0))]
-
-
-def _norm(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+def _n_groups(bem: Bem, site: Site) -> int:
+    form = bem.updates[site.key]
+    return form.n_codes if isinstance(form, HeadGroups) else 0
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """Nothing of whatever is 0; something of nothing is infinite, and so seen."""
-    return torch.where(part == 0, 0.0, part / whole)
+    """Nothing of whatever is 0, unless that is not known; something of nothing is infinite, and so seen."""
+    return torch.where((part == 0) & ~whole.isnan(), 0.0, part / whole)

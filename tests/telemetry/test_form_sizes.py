@@ -1,6 +1,7 @@
 """What is told of the sizes of updates of every form, against the same numbers computed in NumPy, in fp64."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -314,7 +315,8 @@ def test_measuring_waits_for_no_device(host, name):
     def nothing(n):
         return torch.empty(6, n, device="meta")
 
-    with attach_bem(host, FORMS[name]) as bem:
+    with attach_bem(host, FORMS[name]) as bem, ExitStack() as stack:
+        bem.measure(stack)
         measures = Measures(bem)
         for site in bem.sites:
             measures.take(site, nothing(site.n_in), nothing(site.n_out), nothing(site.n_out))

@@ -27,9 +27,10 @@ from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy,
 from probemon.bem.form_governance import FormGovernor
 from probemon.bem.forwards import Steered
 from probemon.bem.governance import Governor
-from probemon.bem.host_hooks import HostHooks
+from probemon.bem.host_hooks import HostHooks, take_layer_hook
 from probemon.bem.int8 import make_int8
 from probemon.bem.levels import LearnedLevels
+from probemon.bem.measures import Measured, written_layers
 from probemon.bem.saved import check_host, check_kept, read_saved, write_saved
 from probemon.bem.sharded import check_spread
 from probemon.bem.sites import device_of, find_sites, make_updates
@@ -39,8 +40,8 @@ from probemon.bem.update import choose_impl
 from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
 from probemon.host.adapters import KNOWN, OWN
 from probemon.host.cache import n_cached
-from probemon.host.internals import cache_layers, keys_and_values, tensor_parallel_size
-from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, text_config, unwrap
+from probemon.host.internals import cache_layers, forget_hook_free_graphs, keys_and_values, tensor_parallel_size
+from probemon.host.model import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
 
 
 def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
@@ -115,7 +116,7 @@ class Bem(nn.Module):
         self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
         if n_ranks > 1:
             self.governor.host_norm()  # now, with all ranks: later one alone may ask
-        self.steered, self._enabled = Steered(), True
+        self.steered, self.measured, self._enabled = Steered(), Measured(), True
         self.speculation: Speculation | None = None  # while `speculating`
         self._states, self._stack = States(), ExitStack()
         self._hooks: HostHooks | None = None  # while it is attached
@@ -129,6 +130,22 @@ class Bem(nn.Module):
         groups = {site.chunked for site in self.sites}
         by_group = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in groups}
         return self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in by_group.items()})
+
+    def measure(self, stack: ExitStack) -> None:
+        """Until `stack` closes, measure how large updates are in every forward, for hooks on `measured`."""
+        host, _, layers = self._host
+        forget_hook_free_graphs()
+        forget_compiled(host)
+        stack.callback(forget_compiled, host)
+        # Not among the hooks of `attach`: whoever asks for nothing has none on layers.
+        self.measured.layers = written_layers(self)
+        for number in sorted(self.measured.layers):
+            stack.callback(layers[number].register_forward_hook(take_layer_hook(self, number)).remove)
+        self.measured.n_asking += 1
+        stack.callback(self._stop_measuring)
+
+    def _stop_measuring(self) -> None:
+        self.measured.n_asking -= 1
 
     # -- on and off ------------------------------------------------------------------------------
 

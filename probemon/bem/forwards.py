@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from probemon.bem.controller import Codes
+from probemon.bem.measures import Measures
 from probemon.bem.sites import Site
 from probemon.bem.state import ControllerState
 from probemon.errors import AlignmentError, NotSupportedDecoding
@@ -27,6 +28,7 @@ class Forward:
     `applied`: codes `[B * T, r]` by site key, once the controller has run.
     `sparse`: whether codes of zeros mark updates that are left out.
     `leaves`: the same codes, in layers that the backward pass runs again by themselves; their gradients end here.
+    `measures`: what is measured of its updates, until all is; None where nobody asked.
     """
 
     cache: Any = None
@@ -37,6 +39,7 @@ class Forward:
     sparse: bool = False
     reached: set[Site] = field(default_factory=set)
     leaves: dict[str, Tensor] = field(default_factory=dict)
+    measures: Measures | None = None
 
     def leaf(self, key: str) -> Tensor:
         """Return the code of a site without its history, whose gradient `take_gradient` gives."""

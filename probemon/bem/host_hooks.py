@@ -35,6 +35,7 @@ from probemon.bem.config import LEVELS
 from probemon.bem.forms.form import Form
 from probemon.bem.forms.make import steer
 from probemon.bem.forwards import Forward, check_no_recurrent_state, real_columns
+from probemon.bem.measures import Measures
 from probemon.bem.packing import packing_of
 from probemon.bem.sites import Site, SiteUpdate
 from probemon.bem.state import ControllerState, States
@@ -281,6 +282,11 @@ class HostHooks:
                 forward.applied, forward.sparse = bem.governor.leave_out(forward.applied, eps), True
             if has_forward_hooks(bem.steered):
                 bem.steered(codes, bem.governor.sizes(forward.applied))
+            if has_forward_hooks(bem.measured):
+                if bem.measured.n_asking:
+                    forward.measures = Measures(bem)
+                else:
+                    bem.measured(hidden.new_empty((*forward.real.shape, 0)))
         checkpointed = torch.is_grad_enabled() and self._checkpoints.used(self._decoder)
         return self._checkpoints.with_gradients(forward, hidden) if checkpointed else hidden
 
@@ -328,6 +334,7 @@ class HostHooks:
                 f" code is whose is unknown. Leave {site.kind!r} out of sites; of a host that is spread over ranks in"
                 " another way than by rows or columns, load it whole"
             )
+        given = x
         if config.dropout and module.training:
             x = nn.functional.dropout(x, config.dropout)
         with _own_precision(x.device):
@@ -349,7 +356,26 @@ class HostHooks:
                     impl=self._bem.impl,
                 ).view(base.shape)
         forward.reached.add(site)
+        if forward.measures is not None:
+            forward.measures.take(site, given.detach(), flat.detach(), steered.detach().view(flat.shape))
+            self._pass_measures(forward)
         return (steered, *output[1:]) if with_routing else steered
+
+    def take_layer(self, layer: int, output: Any) -> None:
+        """Take what a layer hands on, where updates are measured."""
+        forward = self._thread.forward
+        if forward is not None and forward.measures is not None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            forward.measures.take_layer(layer, hidden.detach())
+            self._pass_measures(forward)
+
+    def _pass_measures(self, forward: Forward, whole: bool = True) -> None:
+        """Pass on what was measured, once; `whole`: when nothing of it is awaited any more."""
+        measures, real = forward.measures, forward.real
+        if measures is None or real is None or (whole and measures.awaited):
+            return
+        forward.measures = None
+        self._bem.measured(measures.all(real.numel(), real.device).view(*real.shape, -1))
 
     def _close_forward(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         forward, read_layer = self._current_forward(), self._bem.config.read_layer
@@ -369,6 +395,7 @@ class HostHooks:
                 " hook was removed, or the module is not called by the host. Detach and attach again, or leave it out"
                 " of sites"
             )
+        self._pass_measures(forward, whole=False)  # whoever asked has gone meanwhile, and others listen still
         outputs = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
         for cache in (forward.cache, *outputs):
             if isinstance(cache, Cache):
@@ -384,6 +411,16 @@ class HostHooks:
                 " layers alone"
             )
         return forward
+
+
+def take_layer_hook(bem: Bem, layer: int) -> Callable[..., Any]:
+    """Return a forward hook for a layer, which gives what it hands on to the hooks that the adapter has then."""
+
+    def take_layer(module: nn.Module, args: Any, output: Any) -> None:
+        if bem._hooks is not None:
+            bem._hooks.take_layer(layer, output)
+
+    return _hook(take_layer)
 
 
 def _own_precision(device: torch.device) -> AbstractContextManager[Any]:

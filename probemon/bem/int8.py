@@ -61,7 +61,10 @@ def quantize(bem: Bem) -> Bem:
     if not isinstance(bem, Bem):
         raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if bem.config.form != "low_rank":
-        raise BemError(f"this adapter's form is {bem.config.form!r}, and U and V are int8 of low_rank alone")
+        raise BemError(
+            f"this adapter's form is {bem.config.form!r}, and only of low_rank are factors kept in int8: keep it in"
+            " half (bem.bfloat16()), or train one of form='low_rank' for int8"
+        )
     if any(isinstance(update, Int8Update) for update in bem.updates.values()):
         raise BemError("this adapter's U and V are int8 already: quantise the one that it was made from")
     small = type(bem)(

@@ -136,9 +136,13 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def speculating(bem: Bem) -> Iterator[Speculation]:
     """In the block, foretell chunk codes of an attached adapter. On a GPU every step then waits for the codes.
 
-    Raises `ConfigError` for an adapter of which some site takes other codes, `BemError` where it is off or foretells
-    already.
+    Raises `ConfigError` for what is no adapter, and for one of which some site takes other codes, `BemError` where it
+    is off or foretells already.
     """
+    from probemon.bem.attached import Bem  # here: it imports this module
+
+    if not isinstance(bem, Bem):
+        raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if bem.config.levels != ("chunk",):
         raise ConfigError(
             f"this adapter takes codes of {', '.join(bem.config.levels)}, and only those of chunks hold long enough to"

@@ -128,7 +128,8 @@ def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: 
 def parameter_groups(bem: Bem, settings: TrainSettings) -> list[dict[str, Any]]:
     """Return an adapter's parameters in groups, as optimisers of torch and Trainer take them, each with its `lr`.
 
-    Raises `ConfigError` for a multiplier of no parameter, and where more numbers would learn than the budget allows.
+    Raises `ConfigError` for a multiplier of no parameter, and where nothing would learn, or more numbers than the
+    budget allows.
     """
     by_multiplier: dict[float, list[nn.Parameter]] = {}
     unused, n_learning = set(settings.multipliers), 0
@@ -141,6 +142,11 @@ def parameter_groups(bem: Bem, settings: TrainSettings) -> list[dict[str, Any]]:
     if unused:
         raise ConfigError(
             f"multipliers: no parameter's name begins with {min(unused)!r}: an adapter has 'controller' and 'updates'"
+        )
+    if not n_learning:
+        raise ConfigError(
+            "multipliers: that of every parameter is 0, so nothing would learn: leave one over 0, or leave out those of"
+            f" {', '.join(sorted(map(repr, settings.multipliers)))}"
         )
     if settings.budget is not None and n_learning > settings.budget:
         raise ConfigError(

@@ -65,6 +65,7 @@ class Decisions:
       learned constant. None means True for all.
     - `top_position`, `top_token` `[S, n, k]`: of memory slots, which token each was written at: its place among the
       real tokens of its row, and its id; -1 for none. None for other routers.
+    - `measured [n, K]`: sizes of an adapter's updates, as `probemon.bem.measures` names them; None where nobody asked.
     """
 
     raw: Singles
@@ -81,6 +82,7 @@ class Decisions:
     steering: Mask | None = None
     top_position: Ints | None = None
     top_token: Ints | None = None
+    measured: Singles | None = None
 
     @classmethod
     def of(cls, raw: Singles, weights: Numbers | None, top_idx: Ints, top_w: Singles, **more: object) -> Decisions:
@@ -121,7 +123,9 @@ class Decisions:
 
         def joined(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
-            return None if values[0] is None else np.concatenate(values, axis=int(name in _BY_STREAM))
+            return (
+                None if any(value is None for value in values) else np.concatenate(values, axis=int(name in _BY_STREAM))
+            )
 
         return Decisions(**{field.name: joined(field.name) for field in fields(Decisions)})
 

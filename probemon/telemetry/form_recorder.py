@@ -7,13 +7,15 @@
     recorder.alerts()            # ["rank_mask o.3: 60% of components are all but never kept (dead)", ...]
 
 Beside the routing telemetry of codes, which knows nothing of forms, and of the same tokens: those of the output. It
-keeps the codes of the last tokens that were steered, and computes when it is asked.
+keeps the codes of the last tokens that were steered, and sizes of their updates, and computes when it is asked.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import numpy as np
@@ -26,28 +28,56 @@ from probemon.bem.forms.form import Form
 from probemon.bem.forms.head_groups import HeadGroups, gate_correlation, gates
 from probemon.bem.forms.kronecker import Kronecker
 from probemon.bem.forms.rank_mask import RankMask, top_mask
-from probemon.core.checks import check_count
+from probemon.bem.measures import names_of
+from probemon.core.checks import LARGEST, check_count, check_number
 from probemon.errors import ConfigError
-from probemon.telemetry.decisions import BEM, Decisions, Singles
+from probemon.telemetry.decisions import BEM, Decisions, Numbers, Singles
 from probemon.telemetry.recorder import RoutingRecorder
 from probemon.telemetry.records import RoutingRecord
 from probemon.telemetry.routers import BemController
 from probemon.tracking.align import PlacedTokens
 
-# From these on there is an alert: shares of components and outputs, and a correlation between two gates.
-MOST_DEAD, MOST_SATURATED, MOST_CORRELATED = 0.5, 0.5, 0.95
 _ALIVE = 0.1  # of an even use: a component that is kept more rarely is dead
 _MOST_ROWS = 4096  # whose last token is remembered
 
 
+@dataclass(frozen=True)
+class FormLimits:
+    """Past these there is an alert; None for never.
+
+    - `dead`: share of components that are all but never kept.
+    - `saturated`: share of outputs that are stretched to the bound.
+    - `correlated`: correlation between two gates.
+    - `ratio`: of an update to the site's own output, at one token in twenty: of 1 the update is as large.
+    - `moved`: how far an update moves the hidden state, as a share of it, at one token in twenty.
+
+    What is not finite is always an alert.
+    """
+
+    dead: float | None = 0.5
+    saturated: float | None = 0.5
+    correlated: float | None = 0.95
+    ratio: float | None = 1.0
+    moved: float | None = 0.5
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if (value := getattr(self, one.name)) is not None:
+                check_number(one.name, value, low=0, high=LARGEST, remedy="give 0 or more, or None for no alert")
+
+
 class FormRecorder:
-    """Records the codes that an attached adapter's sites take, of the last `most_tokens` that `routing` records.
+    """Records the codes that an attached adapter's sites take, of the last `most_tokens` that `routing` records, and
+    how large the updates of these tokens were. From when it is made until the block of `routing` ends, the adapter
+    measures that in its forwards (`probemon.bem.measures`). `limits`: when there is an alert.
 
     Raises `ConfigError` for an adapter of low_rank, whose codes the routing telemetry tells all of, and where `routing`
     does not watch this adapter.
     """
 
-    def __init__(self, bem: Bem, routing: RoutingRecorder, *, most_tokens: int = 1 << 16) -> None:
+    def __init__(
+        self, bem: Bem, routing: RoutingRecorder, *, most_tokens: int = 1 << 16, limits: FormLimits | None = None
+    ) -> None:
         if not isinstance(bem, Bem):
             raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
         if bem.config.form == "low_rank":
@@ -57,6 +87,9 @@ class FormRecorder:
                 "routing does not watch this adapter: give RoutingMonitor(model, bem=bem), or run.routing of"
                 " manager.attach(..., routing=RoutingSettings(bem=bem))"
             )
+        if limits is not None and not isinstance(limits, FormLimits):
+            raise ConfigError(f"limits is {limits!r}: give FormLimits(...) of probemon.telemetry.form_recorder")
+        self._limits = limits or FormLimits()
         self._bem, self._most = bem, check_count("most_tokens", most_tokens, least=1)
         [self._source] = [
             source for source in routing.sources if isinstance(source, BemController) and source.bem is bem
@@ -65,8 +98,11 @@ class FormRecorder:
         self._codes: dict[str, deque[Singles]] = {}
         self._pairs: dict[str, deque[Singles]] = {}
         self._n: dict[str, int] = {}
+        self._sizes: deque[Singles] = deque()
+        self._n_sizes = 0
         self._last: OrderedDict[tuple[str, int, str], tuple[int, Singles]] = OrderedDict()
         routing.listen(self._take)
+        self._source.measure()
 
     def _takes(self) -> dict[str, str]:
         """Of each site by its name, the one level whose codes it takes; "" where each token's own level decides."""
@@ -76,6 +112,11 @@ class FormRecorder:
     def _take(self, placed: PlacedTokens, decisions: Decisions, record: RoutingRecord) -> None:
         if record.source != BEM or decisions.level is None:
             return
+        if decisions.measured is not None:
+            self._sizes.append(decisions.measured)
+            self._n_sizes += len(decisions)
+            while self._n_sizes - len(self._sizes[0]) >= self._most:
+                self._n_sizes -= len(self._sizes.popleft())
         streams = [stream.level for stream in self._source.streams]
         for takes in set(self._takes().values()):
             n = np.arange(len(placed))
@@ -104,9 +145,14 @@ class FormRecorder:
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what each site's form did, by the site's name; `n_tokens` says over how many. Empty without tokens.
 
+        - every form: `ratio` and `ratio_p95`, of the update to the site's own output; `moved` and `moved_p95`, how far
+          the update moves the hidden state that its layer hands on. Each is a mean and a quantile over tokens, as
+          `probemon.bem.measures` says; None where that is not known. `n_sizes_not_finite`: tokens of which the ratio is
+          not finite, which are in no mean. All of them are left out where no token was measured
         - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlations` of each two
           (None where one does not vary), and `gate_correlation`, the largest of them; `share` of the update's square by
-          group
+          group; `energy` by group, of what the site is given: the logarithm of its mean square, as a mean over tokens
+          where it is finite (None: nowhere), and `n_silent`, the tokens where it is not
         - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a row (of
           `active`; None where there were none), `margin` between what is kept and what is not, `usage_entropy` and
           `information` (of a token's mask, in nats)
@@ -115,7 +161,7 @@ class FormRecorder:
           orthogonal and of one length; None for an A of zeros
         - film: `stretch` and `shift`, mean sizes; `saturated` share of outputs; `n_not_finite` tokens
         """
-        found, takes = {}, self._takes()
+        found, takes, sizes = {}, self._takes(), self._measured()
         for site in self._bem.sites:
             if not self._n.get(takes[site.name]):
                 continue
@@ -124,22 +170,55 @@ class FormRecorder:
                 torch.from_numpy(np.concatenate(list(kept[takes[site.name]]))).to(next(form.parameters()))
                 for kept in (self._codes, self._pairs)
             )
-            found[site.name] = {"n_tokens": len(codes), **_records(form, codes, pairs)}
+            found[site.name] = {"n_tokens": len(codes), **_records(form, codes, pairs), **sizes.get(site.name, {})}
+        return found
+
+    def _measured(self) -> dict[str, dict[str, Any]]:
+        """What is told of the sizes of updates, by the site's name; empty where none were measured."""
+        found: dict[str, dict[str, Any]] = {}
+        if not self._n_sizes:
+            return found
+        by_site: dict[str, dict[str, Numbers]] = {}
+        every = np.concatenate(list(self._sizes)).astype(np.float64)
+        for (site, name), values in zip(names_of(self._bem), every.T, strict=True):
+            by_site.setdefault(site, {})[name] = values
+        for site, sizes in by_site.items():
+            energies = [sizes[name] for name in sizes if name.startswith("energy")]
+            found[site] = {
+                **{name: _mean(sizes[name]) for name in ("ratio", "moved")},
+                **{f"{name}_p95": _quantile(sizes[name], 0.95) for name in ("ratio", "moved")},
+                "n_sizes_not_finite": int((~np.isfinite(sizes["ratio"])).sum()),
+            }
+            if energies:
+                found[site]["energy"] = [_mean(values) for values in energies]
+                found[site]["n_silent"] = [int((~np.isfinite(values)).sum()) for values in energies]
         return found
 
     def alerts(self) -> list[str]:
         """Return a sentence for each site and what is wrong with it."""
-        found = []
+        found, limits = [], self._limits
         for name, said in self.report().items():
             where = f"{self._bem.config.form} {name}"
-            if said.get("dead", 0) > MOST_DEAD:
+
+            def past(what: str, limit: float | None, said: Mapping[str, Any] = said) -> bool:
+                return limit is not None and (said.get(what) or 0) > limit
+
+            if past("dead", limits.dead):
                 found.append(f"{where}: {said['dead']:.0%} of components are all but never kept (dead)")
-            if said.get("saturated", 0) > MOST_SATURATED:
+            if past("saturated", limits.saturated):
                 found.append(f"{where}: {said['saturated']:.0%} of outputs are stretched to the bound (saturated)")
-            if said.get("gate_correlation", 0) > MOST_CORRELATED:
+            if past("gate_correlation", limits.correlated):
                 found.append(f"{where}: two gates say the same (correlation {said['gate_correlation']:.2f})")
+            if past("ratio_p95", limits.ratio):
+                times = f"{said['ratio_p95']:.2g} times as large as the site's own output"
+                found.append(f"{where}: at one token in twenty the update is {times}")
+            if past("moved_p95", limits.moved):
+                share = f"{said['moved_p95']:.0%} of it"
+                found.append(f"{where}: at one token in twenty the update moves the hidden state by {share}")
             if said.get("n_not_finite", 0):
                 found.append(f"{where}: codes of {said['n_not_finite']} tokens were not finite")
+            if said.get("n_sizes_not_finite", 0):
+                found.append(f"{where}: sizes of updates of {said['n_sizes_not_finite']} tokens were not finite")
         return found
 
 
@@ -218,3 +297,13 @@ def _from_orthogonal(a: Tensor) -> float | None:
 
 def _n_not_finite(codes: Tensor) -> int:
     return int((~codes.isfinite().all(dim=1)).sum())
+
+
+def _mean(values: Numbers) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _quantile(values: Numbers, q: float) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.quantile(finite, q)) if len(finite) else None

@@ -13,12 +13,14 @@ scalings; codes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from probemon.bem.attached import Bem
 from probemon.bem.config import CHUNK_KINDS
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import xlora_of
@@ -224,10 +226,27 @@ class BemController:
         self.bem, self.controller = bem, getattr(bem, "controller", bem)
         # Of a whole adapter, where what is applied is known too.
         self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
+        self._form = bem if isinstance(bem, Bem) and bem.config.form != "low_rank" else None
+        if self._form is not None:
+            self.sites.append(Site("bem.sizes", self._form.measured, _as_it_is, attach=self._attach))
+        self._asked = False
+        self._open: ExitStack | None = None  # while the sites are read
         kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)
         self._always = "chunk" if set(kinds) & set(CHUNK_KINDS) else ""
         self._levels: tuple[str, ...] = ()
         self._beside: tuple[str, ...] = ()
+
+    def measure(self) -> None:
+        """From now on `decisions` have `measured`, for as long as the sites are read."""
+        if not self._asked and self._open is not None and self._form is not None:
+            self._form.measure(self._open)
+        self._asked = True
+
+    def _attach(self, stack: ExitStack) -> None:
+        self._open = stack.enter_context(ExitStack())
+        stack.callback(setattr, self, "_open", None)
+        if self._asked and self._form is not None:
+            self._form.measure(self._open)
 
     @property
     def streams(self) -> list[Stream]:
@@ -268,6 +287,8 @@ class BemController:
         if "level" in beside:
             place = {self._LEVELS.index(level): i for i, level in enumerate(self._levels)}
             more["level"] = np.asarray([place.get(int(level), 0) for level in beside["level"].tolist()], np.int64)
+        if "bem.sizes" in states and states["bem.sizes"].shape[1]:
+            more["measured"] = states["bem.sizes"]
         learned = getattr(self.bem, "levels", None)
         by_site = [] if learned is None else list(learned.chosen().values())
         if by_site:
@@ -295,6 +316,10 @@ class BemController:
             steering=steering,
             **more,
         )
+
+
+def _as_it_is(sizes: Tensor) -> Tensor:
+    return sizes
 
 
 def _softmax(logits: Numbers) -> Numbers:

@@ -12,13 +12,17 @@ from bem_oracle import make_host
 from conftest import make_model, n_hooks
 from probemon.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.bem.distil import distil, distil_trained
+from probemon.bem.evaluation.gates import FAILED, integrity
+from probemon.bem.evaluation.latency import take_turns
+from probemon.bem.evaluation.profiler import peak_memory
 from probemon.bem.fallback import CircuitBreaker, FallbackPolicy
 from probemon.bem.imitation import imitate, imitation_error
 from probemon.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.bem.memory import memory_pressure
 from probemon.bem.policy import Categorical, Gaussian, improve
 from probemon.bem.saved import settings_hash
-from probemon.bem.training import TrainSettings, evaluate, train
+from probemon.bem.speculation import speculating
+from probemon.bem.training import TrainSettings, evaluate, parameter_groups, train
 from probemon.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.core.files import sha256
 from probemon.errors import (
@@ -725,3 +729,39 @@ def test_an_adapter_of_the_decoder_inside_is_watched_from_the_whole_model_and_th
         ):
             watched(IDS)
         assert monitor.n_tokens == IDS.numel()
+
+
+def test_what_evaluations_and_foretelling_cannot_take_is_told():
+    with pytest.raises(ConfigError, match="NoneType is no adapter"), speculating(None):
+        pass
+    fine = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": 1e-6}
+    for wrong in ("none", True, [0.0]):
+        with pytest.raises(ConfigError, match=r"the error of rows is .*give a number, or None"):
+            integrity({**fine, "rows": wrong})
+    with pytest.raises(ConfigError, match=r"errors is .*give a dict"):
+        integrity("fine")
+    assert integrity({**fine, "rows": float("nan")}).verdict == FAILED
+    for calls, message in ((lambda: None, "give functions to call, by name"), ({"a": 3}, r"calls\['a'\] is given 3")):
+        with pytest.raises(ConfigError, match=message):
+            take_turns(calls, 1)
+    for device in ("gpu", "meta", None, "cuda:97"):
+        with pytest.raises(ConfigError, match=r"device is .*give"):
+            peak_memory(lambda: None, device)
+    with pytest.raises(ConfigError, match="peak_memory is given 3"):
+        peak_memory(3)
+
+
+def test_an_adapter_of_which_nothing_would_learn_is_refused():
+    with attach_bem(make_host(), BemConfig(rank=2, width=6)) as bem:
+        none = TrainSettings(n_steps=1, multipliers={"controller": 0.0, "updates": 0})
+        with pytest.raises(ConfigError, match="nothing would learn: leave one over 0, or leave out"):
+            parameter_groups(bem, none)
+        assert len(parameter_groups(bem, dataclasses.replace(none, multipliers={"controller": 0.0}))) == 2
+
+
+def test_that_other_forms_have_no_int8_is_said_with_a_remedy(tmp_path):
+    with attach_bem(make_host(), BemConfig(form="film", rank=2, width=6)) as bem:
+        with pytest.raises(BemError, match=r"only of low_rank .*bem\.bfloat16\(\)"):
+            quantize(bem)
+        logits = bem.host(torch.tensor([[3, 4, 5]])).logits
+        assert torch.equal(bem.bfloat16().host(torch.tensor([[3, 4, 5]])).logits, logits)  # the remedy runs

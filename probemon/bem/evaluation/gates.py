@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from probemon.bem.evaluation.statistics import adjusted, compare, median_interval
+from probemon.core.checks import check_mapping, shown
 from probemon.errors import ConfigError
 
 PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
@@ -44,12 +45,16 @@ def integrity(errors: Mapping[str, float | None]) -> Gate:
     """The adapter is what it promises: by name, the largest error of each check. None: it was not run.
 
     `start` (against the bare host), `rows` (alone or in a batch), `leak` (later tokens changed) and `cached` (tokens of
-    a greedy generation that differ without a cache) must be 0, `cut` (a sequence in pieces) at most 1e-5.
+    a greedy generation that differ without a cache) must be 0, `cut` (a sequence in pieces) at most 1e-5. Raises
+    `ConfigError` for another name, and for what is no number.
     """
     allowed = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": CUT_INVARIANCE}
-    if unknown := errors.keys() - allowed.keys():
+    if unknown := check_mapping("errors", errors).keys() - allowed.keys():
         raise ConfigError(f"no check of integrity is named {min(unknown)!r}: there are {', '.join(allowed)}")
     known = {name: error for name in allowed if (error := errors.get(name)) is not None}
+    for name, error in known.items():
+        if isinstance(error, bool) or not isinstance(error, (int, float, np.integer, np.floating)):
+            raise ConfigError(f"the error of {name} is {shown(error)}: give a number, or None where it was not run")
     missing = [name for name in allowed if name not in known]
     broken = [f"{name} {error:g}" for name, error in known.items() if not error <= allowed[name]]  # NaN is broken
     if broken:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from probemon.bem.evaluation.statistics import median_interval, quantile_interval
-from probemon.core.checks import check_count
+from probemon.core.checks import check_callable, check_count, shown
 from probemon.errors import ConfigError
 
 
@@ -62,8 +62,12 @@ def take_turns(
     """
     check_count("n_rounds", n_rounds, least=1, remedy="give 1 or more")
     check_count("n_warm_up", n_warm_up, remedy="give 0 or more")
+    if not isinstance(calls, Mapping):
+        raise ConfigError(f"calls is {shown(calls)}: give functions to call, by name")
     if not calls:
         raise ConfigError("there is no call to time: give one or more by name")
+    for name, call in calls.items():
+        check_callable(f"calls[{name!r}]", call)
     rng, names = np.random.default_rng(seed), list(calls)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for at in range(-n_warm_up, n_rounds):

@@ -21,7 +21,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from probemon.bem.attached import Bem
-from probemon.errors import BemError
+from probemon.core.checks import check_callable, shown
+from probemon.errors import BemError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,22 @@ def profile_sites(bem: Bem, call: Callable[[], object]) -> Profile:
 
 def peak_memory(call: Callable[[], object], device: str | torch.device = "cpu") -> int:
     """Return by how many bytes the memory of tensors on a device grew at most while a call ran: what the call returns,
-    what it kept, and what it let go again.
+    what it kept, and what it let go again. Raises `ConfigError` for a device that is neither the CPU nor a GPU that is
+    there, and for what cannot be called.
     """
-    device = torch.device(device)
+    check_callable("peak_memory", call)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {shown(device)}: give 'cpu' or a GPU, as 'cuda' or 'cuda:0'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {str(device)!r}, whose memory is not counted here: give 'cpu' or a GPU ('cuda')")
     if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device is {str(device)!r}, and torch sees {torch.cuda.device_count()} GPUs: give one of those, or"
+                " 'cpu'"
+            )
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

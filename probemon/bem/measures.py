@@ -1,0 +1,142 @@
+"""Measures: how large the updates of a forward are, site by site, for whoever asks.
+
+    with ExitStack() as stack:
+        bem.measure(stack)                       # until the stack closes; nothing is measured before or after
+        bem.measured.register_forward_hook(...)  # is given [B, T, K] of every forward
+    names_of(bem)                                # what the K columns are: [("o.3", "ratio"), ("o.4", "ratio"), ...]
+
+Of each site and token:
+
+- `ratio`: the norm of the update over that of the site's own output. Of what was really added: within the limits, and
+  rounded to the dtype of the output.
+- `moved`: the norm of the update over that of the hidden state that the site's layer hands on, without this update:
+  how far the update, as it is added, moves the hidden state. NaN where it is not added to it as it is: of queries, keys
+  and values, and in layers that normalise what their blocks give.
+- of head groups `energy 0`, `energy 1`, ..: the logarithm of the mean square of the site's input, by group.
+
+Nothing here waits for a GPU, and nothing that is measured is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from probemon.bem.forms.head_groups import HeadGroups, group_energy
+from probemon.bem.sites import Site
+from probemon.host.model import text_config
+
+if TYPE_CHECKING:
+    from probemon.bem.attached import Bem
+
+# What layers hold that normalise the output of a block before it is added (gemma 2 and 3, olmo 2, exaone 4, glm 4).
+_NORMS_OF_OUTPUTS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
+
+
+class Measured(nn.Module):
+    """Passes on what was measured in a forward, `[B, T, K]`, to whoever puts a hook on it; K is 0 where nobody asked
+    for it before the controller ran. Without a hook it is not called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_asking = 0
+        self.layers: set[int] = set()  # those of `written_layers`, while somebody asks
+
+    def forward(self, sizes: Tensor) -> Tensor:
+        return sizes
+
+
+class Measures:
+    """What is measured in one forward. `awaited`: sites, and layers, that have not run yet.
+
+    At sites and layers norms alone are taken, of all tokens; what is made of them is made once a forward.
+    """
+
+    def __init__(self, bem: Bem) -> None:
+        self._bem, self._layers = bem, bem.measured.layers
+        self.awaited: set[str | int] = {*(site.key for site in bem.sites), *self._layers}
+        self._updates: dict[str, Tensor] = {}  # norms `[M]`, by site key
+        self._outputs: dict[str, Tensor] = {}
+        self._hidden: dict[str, Tensor] = {}
+        self._energies: dict[str, Tensor] = {}  # `[M, G]`
+        self._deltas: dict[int, list[tuple[Site, Tensor]]] = {}
+        self._multiplier = float(getattr(text_config(bem.host), "residual_multiplier", None) or 1.0)
+
+    @torch.no_grad()
+    def take(self, site: Site, x: Tensor, base: Tensor, steered: Tensor) -> None:
+        """Take a site's input `[M, in]`, its own output `[M, out]` and what that became."""
+        if site.key not in self.awaited:  # in the backward pass a layer may run again
+            return
+        self.awaited.discard(site.key)
+        wide = torch.promote_types(base.dtype, torch.float32)
+        delta = steered.to(wide) - base
+        self._updates[site.key] = torch.linalg.vector_norm(delta, dim=-1)
+        self._outputs[site.key] = torch.linalg.vector_norm(base, dim=-1, dtype=wide)
+        form = self._bem.updates[site.key]
+        if isinstance(form, HeadGroups):
+            self._energies[site.key] = group_energy(x.to(wide), form.n_codes)
+        if site.layer in self._layers and not site.chunked:
+            self._deltas.setdefault(site.layer, []).append((site, delta))
+
+    @torch.no_grad()
+    def take_layer(self, layer: int, hidden: Tensor) -> None:
+        """Take the hidden state that a layer hands on."""
+        if layer not in self.awaited:
+            return
+        self.awaited.discard(layer)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        for site, delta in self._deltas.pop(layer, []):
+            if flat.shape == delta.shape:
+                without = torch.sub(flat.to(delta.device, non_blocking=True), delta, alpha=self._multiplier)
+                self._hidden[site.key] = torch.linalg.vector_norm(without, dim=-1)
+
+    @torch.no_grad()
+    def all(self, n_tokens: int, device: torch.device) -> Tensor:
+        """Return `[M, K]` in fp32: the columns that `names_of` names, NaN where something did not run."""
+        unknown = torch.full((n_tokens,), math.nan, dtype=torch.float32, device=device)
+
+        def together(norms: dict[str, Tensor]) -> Tensor:
+            every = [norms.get(site.key, unknown) for site in self._bem.sites]
+            return torch.stack([norm.to(device, torch.float32, non_blocking=True) for norm in every], dim=1)
+
+        updates = together(self._updates)
+        columns = [
+            _share(updates, together(self._outputs)),
+            _share(self._multiplier * updates, together(self._hidden)),
+        ]
+        for site in self._bem.sites:
+            n_groups = _n_groups(self._bem, site)
+            if n_groups:
+                energies = self._energies.get(site.key, unknown[:, None].expand(-1, n_groups))
+                columns.append(energies.to(device, torch.float32, non_blocking=True))
+        return torch.cat(columns, dim=1)
+
+
+def names_of(bem: Bem) -> list[tuple[str, str]]:
+    """Return what the columns are: the name of the site, and what is measured there."""
+    shares = [(site.name, what) for what in ("ratio", "moved") for site in bem.sites]
+    return shares + [(site.name, f"energy {g}") for site in bem.sites for g in range(_n_groups(bem, site))]
+
+
+def written_layers(bem: Bem) -> set[int]:
+    """Return the layers to whose hidden state some site's update is added as it is."""
+    layers = bem._host[2]
+    return {
+        site.layer
+        for site in bem.sites
+        if not site.chunked and not any(hasattr(layers[site.layer], name) for name in _NORMS_OF_OUTPUTS)
+    }
+
+
+def _n_groups(bem: Bem, site: Site) -> int:
+    form = bem.updates[site.key]
+    return form.n_codes if isinstance(form, HeadGroups) else 0
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """Nothing of whatever is 0, unless that is not known; something of nothing is infinite, and so seen."""
+    return torch.where((part == 0) & ~whole.isnan(), 0.0, part / whole)

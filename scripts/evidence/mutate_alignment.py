@@ -58,6 +58,8 @@ FIRST = {
     "host/fingerprint.py": "corpus_hosts",
     "tracking/watched_threads.py": "one_thread",
     "tracking/copied_caches.py": "by_hand",
+    "tracking/generate_call.py": "abilities",
+    "tracking/run_recordings.py": "silence",
     "engine/outcome.py": "extreme",
     "packs/opened.py": "extreme",
 }

@@ -16,7 +16,7 @@ import numpy as np
 
 from probemon.core.aggregate import Each
 from probemon.core.scores import Scores
-from probemon.monitor.rules import Rule
+from probemon.monitor.rules import PASS, Rule
 from probemon.tracking.align import PlacedTokens
 
 OF_PANEL = -1  # rules are numbered from 0; under this number a generation keeps what a panel knows of its rows
@@ -29,8 +29,8 @@ class RulePanel:
     def __init__(self, rules: Sequence[tuple[int, Rule]]) -> None:
         self._rules = tuple(rules)
         together = [at for at, (_, rule) in enumerate(rules) if type(rule.aggregator) is Each]
-        self._alone = [at for at in range(len(rules)) if at not in set(together)]
-        self._blind = [at for at, (_, rule) in enumerate(rules) if rule.on_blind != "pass"]
+        self._alone = [at for at, (_, rule) in enumerate(rules) if type(rule.aggregator) is not Each]
+        self._blind = [at for at, (_, rule) in enumerate(rules) if rule.on_blind != PASS]
         # By probe, in which order active probes are.
         together.sort(key=lambda at: rules[at][1].probe)
         self._at = np.array(together, dtype=np.int64)

@@ -164,6 +164,24 @@ def test_kernel_is_chosen_by_the_device_and_said(pack):
     assert asked.impl == "cpu" and asked.impl_why == "as asked"
 
 
+def test_a_descent_that_ends_by_an_error_leaves_nothing_to_the_next(pack, monkeypatch):
+    manager, hidden = DynamicProbeManager(pack, impl="numba", strategy="descent"), torch.randn(2, 16)
+    _, expected = manager.step(None, hidden)
+    real = compiled.descend
+
+    def out_of_memory(*arguments):
+        active, _, scores = arguments[-3]
+        active[:], scores[:] = True, 1.0
+        raise MemoryError
+
+    monkeypatch.setattr(compiled, "descend", out_of_memory)
+    with pytest.raises(MemoryError):
+        manager.step(None, hidden)
+    monkeypatch.setattr(compiled, "descend", real)
+    _, found = manager.step(None, hidden)
+    assert np.array_equal(found.probes, expected.probes) and np.array_equal(found.values, expected.values)
+
+
 @pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
 def test_slots_read_by_compiled_code_are_counted(pack, strategy):
     manager = DynamicProbeManager(pack, impl="numba", strategy=strategy)

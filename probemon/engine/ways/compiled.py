@@ -154,13 +154,18 @@ class CompiledNet:
                 f" probes for {shape[1]}, retained sets {None if retained is None else retained.shape}: give N states"
                 f" for each input, and retained sets {list(shape)}"
             )
-        return FoundActive(*descend(
-            self._net, *links, (groups.of, groups.ptr, groups.members), input_of,
-            hidden.to(torch.float32).contiguous().view(-1).numpy(), start,
-            _NOTHING if retained is None else np.flatnonzero(retained), threshold, alert,
-            path_rule, -1 if max_rounds is None else max_rounds, max_active, everything,
-            self._work.cells(*shape), self._work.lists(n_states * shape[1]), self._work.marks(shape[1]),
-        ))  # fmt: skip
+        work = self._work.cells(*shape), self._work.lists(n_states * shape[1]), self._work.marks(shape[1])
+        try:
+            return FoundActive(*descend(
+                self._net, *links, (groups.of, groups.ptr, groups.members), input_of,
+                hidden.to(torch.float32).contiguous().view(-1).numpy(), start,
+                _NOTHING if retained is None else np.flatnonzero(retained), threshold, alert,
+                path_rule, -1 if max_rounds is None else max_rounds, max_active, everything,
+                *work,
+            ))  # fmt: skip
+        except BaseException:  # memory ran out: what it left in the arrays would be taken for active probes
+            self._work = _Work()
+            raise
 
 
 class _Work(threading.local):

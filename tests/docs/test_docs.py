@@ -239,6 +239,8 @@ def test_what_settings_cost_and_find_is_what_was_measured():
         exact, one = by_name['{"load_threshold": "exact"}'], by_name['{"max_rounds": 1}']
         assert said["n_tokens"] == 218 and exact["found"] == by_name["{}"]["found"] == 1 > one["found"]
         assert one["n_evaluated"] < exact["n_evaluated"] < said["n_probes"]
+    linear = found["packs"]["wordnet-smollm2-135m"]["trials"][0]
+    assert f"the engine's part of it takes {linear['step_us'] / 1000:.1f} ms" in page_of("docs/performance.md")
 
 
 def test_tables_of_the_benchmark_are_those_of_its_result_file():

@@ -71,6 +71,8 @@ def doctor(
         measured = MeasuredSettings.on(examination.host, examination.tokenizer, examination.pack, device, text)
         if not as_json:
             measured.show()
+    elif measure and not as_json:
+        say("settings were not measured: mend what failed, and ask again")
     if as_json:
         settings = {} if measured is None else {"settings": measured.as_dict()}
         answer({"model": model, "packs": packs, **health.as_dict(), **settings})

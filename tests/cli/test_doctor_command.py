@@ -104,6 +104,8 @@ def test_neither_model_nor_pack_are_both_said(doctor, tiny):
     assert "no such folder" in failed["model"] and "nothing" in failed["pack"]
     code, out, _ = doctor(tiny / "nowhere", tiny / "nothing", text=True)
     assert code == 1 and "failed" in out and out.rstrip().endswith("2 failed, 5 warnings")
+    code, out, _ = doctor(tiny / "nowhere", tiny / "nothing", "--measure", text=True)
+    assert code == 1 and "settings were not measured" in out
 
 
 def test_weights_that_are_no_numbers_are_found_before_and_by_the_canary(doctor, tiny, tmp_path):

@@ -152,8 +152,7 @@ class Scorer:
         also for a state of a manager whose settings were others, where it does not fit.
         """
         sites = self._sites(hidden)
-        prepared: Prepared = {}
-        far, inputs = self._far(sites, prepared), self.engine.inputs(sites, prepared)
+        inputs, far = self._inputs(sites)
         n, shape = len(inputs), (len(inputs), self.pack.n_probes)
         if state is not None and not isinstance(state, RowState):
             raise ConfigError(
@@ -224,8 +223,7 @@ class Scorer:
         keep, parts = np.asarray(last, dtype=np.int64), []
         for at in range(0, n_tokens, size):
             batch = {site: x[at : at + size] for site, x in sites.items()}
-            prepared: Prepared = {}
-            far, inputs = self._far(batch, prepared), self.engine.inputs(batch, prepared)
+            inputs, far = self._inputs(batch)
             in_batch = np.flatnonzero((keep >= at) & (keep < at + size))
             some = None if audit is None else audit[at : at + size]
             scores, kept[in_batch] = self.evaluate(plan, inputs, None, keep[in_batch] - at, some, strategy, far=far)
@@ -258,6 +256,12 @@ class Scorer:
         inputs = self.engine.inputs(hidden, prepared)
         outcome = self.engine.evaluate(plan, inputs, retained, keep)
         return BegunStep(self, plan, outcome, self._audited(plan, inputs, outcome, audit), far)
+
+    def _inputs(self, hidden: Mapping[str, Tensor]) -> tuple[Any, Tensor | None]:
+        """Prepare states `[N, D]`, and say which are far; what both need is normalised once."""
+        prepared: Prepared = {}
+        far = self._far(hidden, prepared)
+        return self.engine.inputs(hidden, prepared), far
 
     def _far(self, hidden: Mapping[str, Tensor], prepared: Prepared) -> Tensor | None:
         """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says.

@@ -1,6 +1,6 @@
 """Site: a place in a host that none of its names stand for, and what is read there.
 
-Site("router.3", gate, read, width=8)           # read(output of gate) is a tensor [B, T, 8]
+Site("router.3", gate, read, width=8, layer=3)  # read(output of gate) is a tensor [B, T, 8]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Site:
     - `flat`: `[1, B * T, K]`, of a module that is given its tokens without rows
     - `early`: it runs just before the forward that its output is of
     - `width`: K, without which a compiled host leaves its graph here
+    - `layer`: the host's layer that `module` is in, and is to stay in; None where it is in none
     - `attach`: puts on what else `read` needs, until a stack closes
     """
 
@@ -29,6 +30,7 @@ class Site:
     width: int | None = None
     flat: bool = False
     early: bool = False
+    layer: int | None = None
     attach: Callable[[ExitStack], None] | None = None
 
     def __str__(self) -> str:

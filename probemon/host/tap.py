@@ -55,10 +55,11 @@ class Tap:
         self._holders = [
             (part, name) for part in decoder.modules() for name, one in part.named_children() if one is layers
         ]
+        in_layer = [site.layer if isinstance(site, Site) else parse_site(site)[1] for site in sites]
         self._standing = {
-            name: _Standing.of(layers, parse_site(name)[1], module)
-            for site, (name, module) in zip(sites, self._targets, strict=True)
-            if isinstance(site, str)
+            name: _Standing.of(layers, number, module)
+            for number, (name, module) in zip(in_layer, self._targets, strict=True)
+            if number is not None
         }
         self.placed: list[PlacedHook] = []
         self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
@@ -87,7 +88,7 @@ class Tap:
         change places.
         """
         standing = self._standing.get(site)
-        if standing is None:  # a place of the caller's own
+        if standing is None:  # a place outside of the layers
             return True
         layers = self._layers
         return standing.holds(layers) and all(getattr(part, name, None) is layers for part, name in self._holders)

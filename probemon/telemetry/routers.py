@@ -116,8 +116,8 @@ class ExpertRouters:
     def __init__(self, routers: Sequence[tuple[str, int, nn.Module]], n_experts: int, n_chosen: int) -> None:
         self.n_experts, self.n_chosen = n_experts, n_chosen
         self.sites = [
-            Site(name, module, self._reader(name), width=n_experts + 2 * n_chosen, flat=True)
-            for name, _, module in routers
+            Site(name, module, self._reader(name), width=n_experts + 2 * n_chosen, flat=True, layer=layer)
+            for name, layer, module in routers
         ]
         self.streams = [Stream(MOE, name, layer) for name, layer, _ in routers]
 

@@ -54,7 +54,7 @@ class SlotMemories:
     def __init__(self, memories: Sequence[tuple[str, int, Any]]) -> None:
         self.n_slots = memories[0][2].shape.slots
         self.n_experts = self.n_slots + 1
-        self.sites = [Site(site, module, self._read) for site, _, module in memories]
+        self.sites = [Site(site, module, self._read, layer=layer) for site, layer, module in memories]
         self.streams = [Stream(SLOTS, site, layer) for site, layer, _ in memories]
 
     def _read(self, output: Any) -> Tensor:

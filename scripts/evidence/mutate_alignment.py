@@ -52,7 +52,7 @@ FIRST = {
     "host/trials.py": "abilities",
     "host/twin.py": "abilities",
     "host/internals.py": "batching",
-    "host/tap.py": "states",
+    "host/tap.py": "silence",
     "offline/state_reader.py": "states",
     "tracking/hand_loop.py": "by_hand",
     "host/fingerprint.py": "corpus_hosts",
@@ -451,6 +451,18 @@ MUTATIONS = [
         "if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):",
         "if hidden.dim() != 3:",
         "rows and tokens of another forward are scored",
+    ),
+    (
+        "host/tap.py",
+        "return standing.holds(layers) and all(",
+        "return all(",
+        "a layer or block that stands elsewhere by now is read as the one of its site",
+    ),
+    (
+        "host/tap.py",
+        "getattr(part, name, None) is layers for part, name in self._holders",
+        "True for _ in self._holders",
+        "layers in whose place others were put are read",
     ),
     ("host/tap.py", "    if len(holders) > 1:", "    if False:", "layers that share a module are attached to"),
     (

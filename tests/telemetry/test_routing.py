@@ -459,6 +459,30 @@ def halting():
     return model
 
 
+def exchange_gates(layers):
+    layers[0].mlp.gate, layers[1].mlp.gate = layers[1].mlp.gate, layers[0].mlp.gate
+
+
+def exchange_layers(layers):
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+@pytest.mark.parametrize("change", [exchange_gates, exchange_layers])
+def test_a_router_that_stands_in_another_layer_now_is_not_read_as_the_one_of_its_own(tmp_path, change):
+    host, told = make_moe(), []
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", host, sites=(f"resid_post.{LAYERS - 1}",)))
+    with manager.attach(host, routing=True, on_gap=told.append) as run, torch.no_grad():
+        seen = Seen(run.routing)
+        host(PROMPT)
+        n_before = len(seen.tokens)
+        change(host.model.layers)
+        host(PROMPT.flip(1), use_cache=False)
+    assert n_before == PROMPT.numel() and len(seen.tokens) == n_before
+    assert [gap.reason for gap in told if "router.0" in gap.reason and "router.1" in gap.reason]
+    assert run.result(PROMPT).coverage.n_unseen == 0
+    assert run.result(PROMPT.flip(1)).coverage.n_unseen == PROMPT.numel()
+
+
 REPEATED = torch.tensor([[token] * 7 for token in range(3, 40)])
 
 

@@ -56,7 +56,7 @@ from probemon.serving.vllm.messages import (
     WorkerSettings,
 )
 from probemon.serving.vllm.receiver import Receiver
-from probemon.serving.vllm.request_log import RequestLog, is_cut_short
+from probemon.serving.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
 from probemon.serving.vllm.request_names import name_of, names_of_output
 from probemon.serving.vllm.watched import check_rules, watched_sha256
 from probemon.tracking.recording import Tokens
@@ -67,7 +67,6 @@ STOP_ROWS = "probemon.serving.vllm.stop:StopRows"
 IN_STEP, ABORT, TOLD = STOPS = ("in_step", "abort", "told")
 NOT_RUN = "its request ended before the engine ran it"
 NOT_KNOWN = "its request ended before the engine ran it, or what came of it was dropped or is forgotten (keep_requests)"
-_END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
 
 
 class VllmClient:
@@ -176,6 +175,7 @@ class VllmClient:
         if not asyncio.iscoroutinefunction(getattr(engine, "abort", None)):
             raise ConfigError(f"engine is {engine!r:.100}: give an AsyncLLM, whose abort() is awaited")
         loop = asyncio.get_running_loop()
+        under_way = set[asyncio.Task[None]]()  # a loop itself holds its tasks weakly
 
         async def abort(request: str) -> None:
             try:
@@ -183,9 +183,14 @@ class VllmClient:
             except Exception as error:
                 self.failures.add("an abort", error)
 
+        def begin(request: str) -> None:
+            task = loop.create_task(abort(request))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+
         def aborting(message: Message) -> None:
-            if isinstance(message, RuleMet) and ends_row(message):
-                asyncio.run_coroutine_threadsafe(abort(message.event["request"]), loop)
+            if isinstance(message, RuleMet) and ends_row(message):  # a coroutine is made in the loop: it may be closed
+                loop.call_soon_threadsafe(begin, message.event["request"])
 
         self.listen(aborting)
 
@@ -361,7 +366,7 @@ class VllmClient:
                 yield from (log for log in self.logs_of(name) if log.request not in wrong)
 
         def is_complete(log: RequestLog, with_end: bool) -> bool:
-            whole = not log.under_way or (log.n_columns >= n_run and not with_end)
+            whole = log.is_whole(n_run, with_end=with_end)
             of_all = log.ended is None or log.ended.n_columns >= n_run  # else of a shorter answer of its name
             return whole and of_all and (cached is None or cached == log.first_column)
 
@@ -384,7 +389,7 @@ class VllmClient:
             return max(fitting, key=rank, default=None)
 
         # An end comes soon after its answer; but of an engine in this process with the next step, which nobody may ask.
-        for with_end, seconds in ((True, min(_END_SECONDS, timeout_seconds)), (False, timeout_seconds)):
+        for with_end, seconds in ((True, min(END_SECONDS, timeout_seconds)), (False, timeout_seconds)):
             end = began + seconds
             while self.wait(lambda: any(is_complete(log, with_end) for log in known()), end - time.monotonic()):  # noqa: B023
                 with self._changed:

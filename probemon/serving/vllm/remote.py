@@ -22,12 +22,11 @@ from probemon.errors import AlignmentError, ConfigError
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import Result
 from probemon.serving.vllm.messages import RequestScores, unpack
-from probemon.serving.vllm.request_log import RequestLog, is_cut_short
+from probemon.serving.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
 from probemon.serving.vllm.request_names import names_of_choices
 from probemon.tracking.recording import Tokens
 
 _TIMEOUT_SECONDS = 30.0  # of one answer of the server
-_END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
 _PAUSE_SECONDS = 0.05  # until it is asked again
 
 
@@ -70,7 +69,7 @@ class RemoteScores:
                 break
             else:
                 assert first is not None
-                if seconds >= min(_END_SECONDS, timeout_seconds):
+                if seconds >= min(END_SECONDS, timeout_seconds):
                     raise first
             time.sleep(_PAUSE_SECONDS)
 
@@ -121,4 +120,4 @@ def _with_prompts(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _is_complete(log: RequestLog, choice: Mapping[str, Any], seconds: float) -> bool:
     """Whether all has come of a choice. `seconds`: that its end was waited for."""
     n_run = len(choice["prompt_token_ids"]) + max(0, len(choice["token_ids"]) - 1)
-    return not log.under_way or (log.n_columns >= n_run and seconds >= _END_SECONDS)
+    return log.is_whole(n_run, with_end=seconds < END_SECONDS)

@@ -28,6 +28,7 @@ from probemon.tracking.recording import GAP, LAST, Tokens
 
 LOST = "a message with its scores was dropped: the client did not read in time (high_water_mark)"
 LATE = "its scores had not come when they were asked for: they are under way, or a message was dropped"
+END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
 _PIECES = 256  # are joined once there are so many: small arrays weigh more than what is in them
 
 
@@ -80,6 +81,10 @@ class RequestLog:
         if kept.ended is not None:
             log.end(kept.ended)
         return log
+
+    def is_whole(self, n_run: int, *, with_end: bool) -> bool:
+        """Whether nothing more comes of an answer with `n_run` tokens run. `with_end`: only its end says so."""
+        return not self.under_way or (self.n_columns >= n_run and not with_end)
 
     @property
     def n_tokens(self) -> int:

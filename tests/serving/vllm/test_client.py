@@ -7,6 +7,7 @@ import dataclasses
 import random
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -454,6 +455,26 @@ def test_an_abort_is_of_vllms_own_id_and_what_it_raises_is_kept(folder):
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
+def test_a_stop_after_the_loop_of_the_engine_has_ended_is_kept_as_a_failure(folder):
+    class Engine:
+        async def abort(self, request, internal):
+            raise AssertionError(request)
+
+    async def main(client):
+        client.abort_with(Engine())
+
+    with warnings.catch_warnings(), VllmClient(packs=[folder], stops=ABORT) as client:
+        warnings.simplefilter("error")  # a coroutine that nobody awaits
+        asyncio.run(main(client))
+        channel = Channel(client.receiver.address, 1000)
+        channel.send(lambda sequence: met_of(sequence, "a-00000000", 2, "stop"))
+        end = time.monotonic() + 5
+        while not client.failures.n_errors and time.monotonic() < end:
+            time.sleep(0.01)
+        assert "closed" in str(client.failures.errors[0])
+        channel.close()
+
+
 def test_names_of_vllm_are_told_apart():
     assert name_of("chatcmpl-1-0a1b2c3d") == "chatcmpl-1" and name_of("a-b") == "a-b"
     assert names_of_output("x", 1, 2) == ("1_x",) and names_of_output("x", 0, 1) == ("x", "0_x")
@@ -537,10 +558,12 @@ def test_a_held_answer_ends_before_the_token_that_met_the_rule_and_others_before
             assert pieces[-1].n_withheld == len(ids) - end
             assert (pieces[-1].event is None) == (column is None)
             n_stopped += column is not None
-        assert n_stopped and aborted == {event.request for event in client.events}
+        assert n_stopped
+        while aborted != {event.request for event in client.events}:  # the loop comes to the last ones next
+            await asyncio.sleep(0.01)
 
     with VllmClient(file, tokenizer=Letters(), stops=ABORT) as client:
-        asyncio.run(main(client))
+        asyncio.run(asyncio.wait_for(main(client), 60))
 
 
 def held(client, request, prompt, ids):

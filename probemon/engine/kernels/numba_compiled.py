@@ -1,9 +1,10 @@
 """numba compiles all code of this file: dots, scores of probes, a whole descent.
 
 Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
-along D, one fused multiply-add each, then one fixed tree of additions. The order of a pair's sums thus depends on the
-length alone, and its score is bitwise the same in every tile, batch and strategy. Rows of a single state are read one
-after another, as memory likes it; for many states a tile of 4 x 4 reads each weight once for four states.
+along D, one fused multiply-add each (of bf16 two, or the instruction of newer processors that does both, to the same
+bits), then one fixed tree of additions. The order of a pair's sums thus depends on the length alone, and its score is
+bitwise the same in every tile, batch and strategy. Rows of a single state are read one after another, as memory likes
+it; for many states a tile of 4 x 4 reads each weight once for four states.
 
 All of it is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in the file
 of a function that it calls. The first call on a machine compiles, which takes some seconds.

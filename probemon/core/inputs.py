@@ -63,23 +63,32 @@ def check_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
     The numbers are looked at on a CPU. On a GPU that would wait for them: its kernels skip a pair that is out of range,
     whose score is NaN.
     """
-    n_slots, _, width = weights["w1"].shape
-    check_states(hidden, width)
-    for name, numbers, n in (("rows", rows, len(hidden)), ("slots", slots, n_slots)):
-        if numbers.dtype != torch.int64 or numbers.dim() != 1 or numbers.shape != slots.shape:
+    check_lists(hidden, weights, rows, slots)
+    for name, numbers, n in (("rows", rows, len(hidden)), ("slots", slots, len(weights["w1"]))):
+        if numbers.device.type == "cpu" and len(numbers):
+            check_range(name, int(numbers.min()), int(numbers.max()), n)
+
+
+def check_lists(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> None:
+    """Raise what `check_pairs` does, but for the numbers themselves, which nothing looks at."""
+    check_states(hidden, weights["w1"].shape[2])
+    device, shape = weights["w1"].device, slots.shape
+    for name, numbers in (("rows", rows), ("slots", slots)):
+        if numbers.dtype != torch.int64 or numbers.dim() != 1 or numbers.shape != shape:
             raise ConfigError(
                 f"{name} is {described(numbers)}: expected int64 [M], a row and a slot for each of M pairs"
             )
-        if not numbers.device == hidden.device == weights["w1"].device:
+        if not numbers.device == hidden.device == device:
             raise ConfigError(
-                f"hidden is on {hidden.device}, {name} on {numbers.device}, the weights on {weights['w1'].device}: put"
-                " them on one device"
+                f"hidden is on {hidden.device}, {name} on {numbers.device}, the weights on {device}: put them on one"
+                " device"
             )
-        if numbers.device.type == "cpu" and len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < n:
-            raise ConfigError(
-                f"{name} are {int(numbers.min())} to {int(numbers.max())}, and there are {n}: give numbers from 0 to"
-                f" {n - 1}"
-            )
+
+
+def check_range(name: str, least: int, most: int, n: int) -> None:
+    """Raise `ConfigError` unless numbers, the least and the most of them, count n things from 0."""
+    if not 0 <= least <= most < n:
+        raise ConfigError(f"{name} are {least} to {most}, and there are {n}: give numbers from 0 to {n - 1}")
 
 
 def described(tensor: Tensor) -> str:

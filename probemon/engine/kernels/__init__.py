@@ -106,16 +106,14 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     every pair is one of a row of `hidden` and a slot of the weights; on a GPU, which would have to be waited for, a
     pair out of range has the score NaN instead.
     """
-    hidden = _checked(hidden, weights, impl)
-    score, _ = _functions(impl)
-    return score(hidden, weights, rows, slots)
+    score, _ = _functions(impl, weights["w1"].device, weights["w1"].dtype)
+    return score(_rounded(hidden, weights), weights, rows, slots)
 
 
 def probe_logits(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
     """Return logits [M] fp32 of M pairs, as `score_probes` does their scores."""
-    hidden = _checked(hidden, weights, impl)
-    _, logits = _functions(impl)
-    return logits(hidden, weights, rows, slots)
+    _, logits = _functions(impl, weights["w1"].device, weights["w1"].dtype)
+    return logits(_rounded(hidden, weights), weights, rows, slots)
 
 
 def group_scores(logits: Floats, starts: Ints, device: torch.device, *, impl: str) -> Floats:
@@ -134,8 +132,12 @@ def group_scores(logits: Floats, starts: Ints, device: torch.device, *, impl: st
     return softmax(logits, starts)
 
 
-def _functions(impl: str) -> tuple[_OfPairs, _OfPairs]:
-    """Return what gives scores and what gives logits; only what is asked for is imported."""
+@functools.cache
+def _functions(impl: str, device: torch.device, dtype: torch.dtype) -> tuple[_OfPairs, _OfPairs]:
+    """Return what gives scores and what gives logits; only what is asked for is imported. Raises what `check_impl`
+    raises.
+    """
+    check_impl(impl, device, dtype)
     if impl == "reference":
         return score_reference, logits_reference
     if impl == "cpu":
@@ -151,8 +153,7 @@ def _functions(impl: str) -> tuple[_OfPairs, _OfPairs]:
     return score_triton, logits_triton
 
 
-def _checked(hidden: Tensor, weights: Mapping[str, Tensor], impl: str) -> Tensor:
-    """Return `hidden` rounded as `impl` reads it for these weights. Raises what `score_probes` raises."""
-    check_impl(impl, weights["w1"].device, weights["w1"].dtype)
+def _rounded(hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return `hidden` rounded as it is read for these weights."""
     check_states(hidden, weights["w1"].shape[2])
     return hidden.to(input_dtype(weights["w1"].dtype))

@@ -1,9 +1,10 @@
 """numba compiles all code of this file: dots, scores of probes, a whole descent.
 
 Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
-along D, one fused multiply-add each, then one fixed tree of additions. The order of a pair's sums thus depends on the
-length alone, and its score is bitwise the same in every tile, batch and strategy. Rows of a single state are read one
-after another, as memory likes it; for many states a tile of 4 x 4 reads each weight once for four states.
+along D, one fused multiply-add each (of bf16 two, or the instruction of newer processors that does both, to the same
+bits), then one fixed tree of additions. The order of a pair's sums thus depends on the length alone, and its score is
+bitwise the same in every tile, batch and strategy. Rows of a single state are read one after another, as memory likes
+it; for many states a tile of 4 x 4 reads each weight once for four states.
 
 All of it is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in the file
 of a function that it calls. The first call on a machine compiles, which takes some seconds.
@@ -14,6 +15,7 @@ In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `par
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -22,83 +24,49 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 Array = npt.NDArray[Any]
 _compiled = njit(cache=True, nogil=True)
 _LANES = 16
 _MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
+_ONE_BY_ONE = 1024, 8192  # bytes of a row: these are read one after another for a state, others at four places at once
 _SPARSE = 32  # where fewer than one in so many probes is meant, a list of them is sorted, else all probes are walked
 
 
-def _dot_tile(n_rows: int, n_states: int) -> Any:
-    """Make the dots, `out[r * n_states + s]`, of `n_rows` weight rows and `n_states` fp32 states, each of length `d`.
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_WIDE, _BITS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 
-    Rows (int8, or bits of bf16 or fp32) begin at the elements `w_at` of `w`, states at the elements `x_at` of `x`.
+
+def _dot_tile(n_rows: int, n_states: int) -> Any:
+    """Make the dots, `out[r * n_states + s]`, of `n_rows` weight rows and `n_states` states, each of length `d`.
+
+    Rows (int8, fp32, or bits of bf16) begin at the elements `w_at` of `w`, states at the elements `x_at` of `x` (fp32;
+    beside bf16 rows also bits of bf16).
     """
 
     @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
     def tile(typing_context: Any, w: Any, w_at: Any, x: Any, x_at: Any, d: Any, out: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args
-            w_data, w_from, x_data, x_from, out_data = (
+            kinds, length = signature.args, args[4]
+            w_data, w_from, x_data, x_from, target = (
                 context.make_array(kinds[i])(context, builder, args[i]).data for i in (0, 1, 2, 3, 5)
             )
-            length, is_bf16, is_int8 = args[4], kinds[0].dtype == types.uint16, kinds[0].dtype == types.int8
-            i32, i64, f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-            vector = ir.VectorType(f32, _LANES)
-            element = context.get_value_type(kinds[0].dtype)
 
             def pointers(data: Any, begin: Any, n: int) -> list[Any]:
-                return [builder.gep(data, [builder.load(builder.gep(begin, [i64(i)]))]) for i in range(n)]
+                return [builder.gep(data, [builder.load(builder.gep(begin, [_I64(i)]))]) for i in range(n)]
 
-            def loaded(pointer: Any, at: Any, kind: Any, align: int) -> Any:
-                return builder.load(builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer()), align=align)
-
-            def widened(value: Any, kind: Any) -> Any:
-                wide = ir.VectorType(i32, _LANES) if kind is vector else i32
-                if is_int8:
-                    return builder.sitofp(builder.sext(value, wide), kind)
-                if is_bf16:  # the upper half of an fp32
-                    half = ir.Constant(wide, [16] * _LANES if kind is vector else 16)
-                    value = builder.shl(builder.zext(value, wide), half)
-                return builder.bitcast(value, kind)
-
-            def accumulate(kind: Any, begin: Any, end: Any, stride: int, name: str) -> list[list[Any]]:
-                signature = ir.FunctionType(kind, [kind] * 3)
-                fma = cgutils.get_or_insert_function(builder.module, signature, f"llvm.fmuladd.{name}")
-                zero = ir.Constant(kind, [0.0] * _LANES if kind is vector else 0.0)
-                sums = [[cgutils.alloca_once_value(builder, zero) for _ in xs] for _ in ws]
-                stored = ir.VectorType(element, _LANES) if kind is vector else element
-                with cgutils.for_range_slice(builder, begin, end, i64(stride)) as (i, _):
-                    values = [widened(loaded(p, i, stored, element.width // 8), kind) for p in ws]
-                    states = [loaded(p, i, kind, 4) for p in xs]
-                    for value, row in zip(values, sums, strict=True):
-                        for state, total in zip(states, row, strict=True):
-                            builder.store(builder.call(fma, [value, state, builder.load(total)]), total)
-                return sums
-
-            ws, xs = pointers(w_data, w_from, n_rows), pointers(x_data, x_from, n_states)
-            whole = builder.and_(length, i64(-_LANES))
-            body = accumulate(vector, i64(0), whole, _LANES, f"v{_LANES}f32")
-            tail = accumulate(f32, whole, length, 1, "f32")
-            for r in range(n_rows):
-                for s in range(n_states):
-                    value, n = builder.load(body[r][s]), _LANES
-                    while n > 1:  # the fixed tree: upper half onto lower half
-                        n //= 2
-                        lanes = ir.VectorType(i32, n)
-                        lower, upper = (
-                            builder.shuffle_vector(
-                                value,
-                                ir.Constant(value.type, ir.Undefined),
-                                ir.Constant(lanes, list(range(at, at + n))),
-                            )
-                            for at in (0, n)
-                        )
-                        value = builder.fadd(lower, upper)
-                    total = builder.fadd(builder.extract_element(value, i32(0)), builder.load(tail[r][s]))
-                    builder.store(total, builder.gep(out_data, [i64(r * n_states + s)]))
+            rows = pointers(w_data, w_from, n_rows), kinds[0].dtype
+            states = pointers(x_data, x_from, n_states), kinds[2].dtype
+            stride = 2 * _LANES if _are_pairs(rows, states) else _LANES
+            whole = builder.and_(length, _I64(-stride))
+            sums = [_zero(builder, _WIDE) for _ in range(n_rows * n_states)]
+            with cgutils.for_range_slice(builder, _I64(0), whole, _I64(stride)) as (at, _):
+                _add_products(context, builder, rows, states, at, sums)
+            totals = _totals(builder, [builder.load(total) for total in sums])
+            builder.store(totals, builder.bitcast(target, totals.type.as_pointer()), align=4)
+            with builder.if_then(builder.icmp_signed("<", whole, length), likely=False):
+                _add_tails(builder, rows, states, whole, length, target)
             return context.get_dummy_value()
 
         return types.void(w, w_at, x, x_at, d, out), emit
@@ -106,14 +74,157 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
     return tile
 
 
-_dot_1x1, _dot_1x4, _dot_4x4 = _dot_tile(1, 1), _dot_tile(1, 4), _dot_tile(4, 4)
+class _BFloat(ir.Type):  # type: ignore[misc,unused-ignore]
+    """bf16 in LLVM, which llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def _are_pairs(rows: Any, states: Any) -> bool:
+    """Whether both are bits of bf16, which are read two by two."""
+    return bool(rows[1] == states[1] == types.uint16)
+
+
+def _zero(builder: Any, kind: Any) -> Any:
+    """Return a variable that begins as zero whenever the code comes by."""
+    variable = cgutils.alloca_once(builder, kind)
+    builder.store(ir.Constant(kind, [0.0] * _LANES if kind is _WIDE else 0.0), variable)
+    return variable
+
+
+def _add_products(context: Any, builder: Any, rows: Any, states: Any, at: Any, sums: list[Any]) -> None:
+    """Add 16 products to the lanes of each sum; of pairs the odd ones, then the even ones."""
+
+    def read(pointer: Any, kind: Any, align: int) -> Any:
+        return builder.load(builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer()), align=align)
+
+    def parts(pointer: Any, kind: Any) -> tuple[Any, ...]:
+        if _are_pairs(rows, states):
+            pair = read(pointer, _BITS, 2)
+            odd = builder.and_(pair, ir.Constant(_BITS, [0xFFFF0000] * _LANES))
+            even = builder.shl(pair, ir.Constant(_BITS, [16] * _LANES))
+            return builder.bitcast(odd, _WIDE), builder.bitcast(even, _WIDE)
+        stored = _WIDE if kind == types.float32 else ir.VectorType(ir.IntType(kind.bitwidth), _LANES)
+        return (_widened(builder, kind, read(pointer, stored, kind.bitwidth // 8), _WIDE),)
+
+    if _are_pairs(rows, states) and _has_bf16_dots(context):
+        pairs = ir.VectorType(_BFloat(), 2 * _LANES)
+        dot = _function(builder, [_WIDE, pairs, pairs], "llvm.x86.avx512bf16.dpbf16ps.512")
+        of_rows, of_states = ([read(pointer, pairs, 2) for pointer in of] for of in (rows[0], states[0]))
+        for total, (row, state) in zip(sums, itertools.product(of_rows, of_states), strict=True):
+            builder.store(builder.call(dot, [builder.load(total), row, state]), total)
+        return
+    fma = _function(builder, [_WIDE] * 3, f"llvm.fmuladd.v{_LANES}f32")
+    of_rows, of_states = ([parts(pointer, of[1]) for pointer in of[0]] for of in (rows, states))
+    for total, (row, state) in zip(sums, itertools.product(of_rows, of_states), strict=True):
+        value = builder.load(total)
+        for one, other in zip(row, state, strict=True):
+            value = builder.call(fma, [one, other, value])
+        builder.store(value, total)
+
+
+def _function(builder: Any, kinds: list[Any], name: str) -> Any:
+    """Return a function of LLVM's that gives what its first argument is."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kinds[0], kinds), name)
+
+
+def _widened(builder: Any, kind: Any, value: Any, wide: Any) -> Any:
+    """Return a number, or a vector of them, in fp32."""
+    bits = _BITS if wide is _WIDE else _I32
+    if kind == types.int8:
+        return builder.sitofp(builder.sext(value, bits), wide)
+    if kind == types.uint16:  # the upper half of an fp32
+        half = ir.Constant(bits, [16] * _LANES if wide is _WIDE else 16)
+        return builder.bitcast(builder.shl(builder.zext(value, bits), half), wide)
+    return value
+
+
+def _totals(builder: Any, vectors: list[Any]) -> Any:
+    """Return the total of the lanes of each vector, as one vector: upper half onto lower half, as often as it takes.
+
+    Two vectors are folded into one of as many lanes, so that few additions make all totals.
+    """
+    group = _LANES  # lanes that are still to be one
+    while group > 1:
+        pairs = [(vectors[0],) * 2] if len(vectors) == 1 else zip(vectors[::2], vectors[1::2], strict=True)
+        n_lanes = vectors[0].type.count * min(2, len(vectors))
+        lower = [lane for lane in range(n_lanes) if lane % group < group // 2]
+
+        def half(pair: tuple[Any, Any], up: int, lower: list[int] = lower) -> Any:
+            return builder.shuffle_vector(
+                *pair, ir.Constant(ir.VectorType(_I32, len(lower)), [lane + up for lane in lower])
+            )
+
+        vectors = [builder.fadd(half(pair, 0), half(pair, group // 2)) for pair in pairs]
+        group //= 2
+    return vectors[0]
+
+
+def _add_tails(builder: Any, rows: Any, states: Any, begin: Any, end: Any, out: Any) -> None:
+    """Add the sums of the products from `begin` to `end`, one element after another."""
+    fma = _function(builder, [_F32] * 3, "llvm.fmuladd.f32")
+    for i, (row, state) in enumerate(itertools.product(rows[0], states[0])):
+        tail = _zero(builder, _F32)
+        with cgutils.for_range_slice(builder, begin, end, _I64(1)) as (at, _):
+            one, other = (
+                _widened(builder, kind, builder.load(builder.gep(pointer, [at])), _F32)
+                for pointer, kind in ((row, rows[1]), (state, states[1]))
+            )
+            builder.store(builder.call(fma, [one, other, builder.load(tail)]), tail)
+        place = builder.gep(out, [_I64(i)])
+        builder.store(builder.fadd(builder.load(place), builder.load(tail)), place)
+
+
+def _has_bf16_dots(context: Any) -> bool:
+    """Whether the processor that is compiled for multiplies pairs of bf16, with products and sums in fp32."""
+    return "+avx512bf16" in context.codegen().magic_tuple()[2].split(",")
+
+
+_dot_1x1, _dot_4x1, _dot_1x4, _dot_4x4 = (_dot_tile(*shape) for shape in ((1, 1), (4, 1), (1, 4), (4, 4)))
+
+
+def _as_read(w: Array, x: Array) -> Array:
+    """Return states fp32 as dots with such rows read them: beside bf16 the upper halves, which are all there is."""
+    raise NotImplementedError("compiled code alone calls it")
+
+
+@overload(_as_read)  # type: ignore[untyped-decorator,unused-ignore]
+def _of_as_read(w: Any, x: Any) -> Any:
+    def halves(w: Any, x: Any) -> Any:
+        bits, out = x.view(np.uint32), np.empty(len(x), np.uint16)
+        for i in range(len(x)):
+            out[i] = bits[i] >> np.uint32(16)
+        return out
+
+    def as_they_are(w: Any, x: Any) -> Any:
+        return x
+
+    return halves if w.dtype == types.uint16 and x.dtype == types.float32 else as_they_are
 
 
 @_compiled
-def _products(w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n: int, out: Array) -> None:
+def _products(  # noqa: C901
+    w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n: int, out: Array
+) -> None:  # fmt: skip
     """Compute `out[i * n_rows + j]`: weight row j from element `base` on, times the state from `x[x_at[i]]` on."""
     w_at, at, tile = np.empty(4, np.int64), np.empty(4, np.int64), np.empty(16, np.float32)
-    j = 0
+    row_bytes, apart, j = d * w.itemsize, n_rows // 4, 0
+    if n == 1 and n_rows % 4 == 0 and (row_bytes < _ONE_BY_ONE[0] or row_bytes >= _ONE_BY_ONE[1]):
+        at[0] = x_at[0]
+        for j in range(apart):
+            for r in range(4):
+                w_at[r] = base + (j + r * apart) * d
+            _dot_4x1(w, w_at, x, at, d, tile)
+            for r in range(4):
+                out[j + r * apart] = tile[r]
+        return
     if n >= _MANY:
         while j + 4 <= n_rows:
             for r in range(4):
@@ -129,10 +240,9 @@ def _products(w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n
                 i += 4
             while i < n:
                 at[0] = x_at[i]
+                _dot_4x1(w, w_at, x, at, d, tile)
                 for r in range(4):
-                    w_at[0] = base + (j + r) * d
-                    _dot_1x1(w, w_at, x, at, d, tile)
-                    out[i * n_rows + j + r] = tile[0]
+                    out[i * n_rows + j + r] = tile[r]
                 i += 1
             j += 4
     while j < n_rows:
@@ -223,16 +333,29 @@ def _logits_of_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n
 
 
 @_compiled
+def ranges(rows: Array, slots: Array) -> Any:
+    """Return the least and the most of rows and of slots, and whether no slot is less than the one before."""
+    least, most, rises = np.zeros(2, np.int64), np.zeros(2, np.int64), True
+    for i in range(len(slots)):
+        if i == 0:
+            least[:] = most[:] = rows[0], slots[0]
+        least[0], most[0] = min(least[0], rows[i]), max(most[0], rows[i])
+        least[1], most[1] = min(least[1], slots[i]), max(most[1], slots[i])
+        rises = rises and (i == 0 or slots[i] >= slots[i - 1])
+    return least[0], most[0], least[1], most[1], rises
+
+
+@_compiled
 def score_pairs(net: Any, x: Array, rows: Array, slots: Array, as_logits: bool, out: Array) -> None:
     """Score M pairs whose slots never fall, `out [M]`; `as_logits`: leave out the sigmoid."""
-    d = net[9]
+    d, states = net[9], _as_read(net[0], x)
     x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), 0
     while at < len(slots):
         n = 0
         while at + n < len(slots) and slots[at + n] == slots[at]:
             x_at[n] = rows[at + n] * d
             n += 1
-        _logits_of_slots(net, slots[at], 1, x, x_at, n, own)
+        _logits_of_slots(net, slots[at], 1, states, x_at, n, own)
         for i in range(n):
             out[at + i] = own[i] if as_logits else _sigmoid(own[i])
         at += n
@@ -452,7 +575,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
     and after. `lists [8, N * P]`: for any use. `marks`: three `[P]`, for any use but by others, and the largest numbers
     in them `[2]`. So a descent does as much as it evaluates, however many probes there are.
     """
-    (active, dropped, scores), (mark, expanded, admitted, largest) = cells, marks
+    (active, dropped, scores), (mark, expanded, admitted, largest), states = cells, marks, _as_read(net[0], x)
     n_states, n_probes = active.shape
     closes, stamp = path_rule or len(groups[2]) > 0, largest[0]
     frontier_row, frontier, new_row, new = lists[0], lists[1], lists[2], lists[3]
@@ -483,7 +606,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
         frontier_row[begin:n] = row
         n_active[row] = n - begin
     if everything:
-        _score_everything(net, x, n_states, input_of, groups, scores)
+        _score_everything(net, states, n_states, input_of, groups, scores)
         if path_rule:
             for row in range(n_states):
                 for p in range(n_probes):
@@ -493,7 +616,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
         every_row[n_every : n_every + n], every[n_every : n_every + n] = frontier_row[:n], frontier[:n]
         n_every += n
         if not everything:
-            _score_round(net, x, n_states, input_of, groups, frontier_row, frontier, n, scores)
+            _score_round(net, states, n_states, input_of, groups, frontier_row, frontier, n, scores)
             if path_rule:
                 for i in range(n):  # in the order of probes, so parents come first
                     row = frontier_row[i] if n_states > 1 else 0

@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.inputs import check_pairs
+from probemon.core.inputs import check_lists, check_range
 from probemon.core.softmax_groups import Floats, Ints
-from probemon.engine.kernels.numba_compiled import Array, score_pairs, softmax_segments
+from probemon.engine.kernels.numba_compiled import Array, ranges, score_pairs, softmax_segments
 
 
 def views_of(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """View stacked weights as compiled code reads them: int8, or bits of bf16 or fp32. The tensors must stay alive."""
+    """View stacked weights as compiled code reads them: int8, fp32, or bits of bf16. The tensors must stay alive."""
     _, h1, d = weights["w1"].shape
     h2 = weights["w2"].shape[1] if "w2" in weights else 0
-    no_weights, no_bias = weights["w1"][:0], weights["b1"][:0]
+    w1, no_bias = _bits(weights["w1"]), np.empty(0, np.float32)
     layers: list[Any] = []
     for i in (1, 2, 3):
-        layers.append(_bits(weights.get(f"w{i}", no_weights)))
-        layers += [_flat(weights.get(name, no_bias)) for name in (f"w{i}_scale", f"b{i}")]
+        for name, none in ((f"w{i}", w1[:0]), (f"w{i}_scale", no_bias), (f"b{i}", no_bias)):
+            layers.append(w1 if name == "w1" else _bits(weights[name]) if name in weights else none)
     return (*layers, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights))
 
 
@@ -49,10 +49,16 @@ def softmax_numba(logits: Floats, starts: Ints) -> Floats:
 
 
 def _by_slot(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, as_logits: bool) -> Tensor:
-    check_pairs(hidden, weights, rows, slots)
-    net, x, row, slot = views_of(weights), _flat(hidden.to(torch.float32)), rows.numpy(), slots.numpy()
+    check_lists(hidden, weights, rows, slots)
+    row, slot, net = rows.numpy(), slots.numpy(), views_of(weights)
+    least_row, most_row, least_slot, most_slot, rises = ranges(row, slot)
+    if len(slot):
+        check_range("rows", least_row, most_row, len(hidden))
+        check_range("slots", least_slot, most_slot, len(weights["w1"]))
+    is_bf16 = hidden.dtype == weights["w1"].dtype == torch.bfloat16
+    x = _bits(hidden if is_bf16 else hidden.to(torch.float32))
     out = np.empty(len(slot), dtype=np.float32)
-    if len(slot) < 2 or (slot[1:] >= slot[:-1]).all():  # nothing to sort
+    if rises:  # nothing to sort
         score_pairs(net, x, row, slot, as_logits, out)
         return torch.from_numpy(out)
     order = np.argsort(slot, kind="stable")
@@ -63,10 +69,7 @@ def _by_slot(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots:
 
 
 def _bits(tensor: Tensor) -> Array:
-    if tensor.dtype != torch.int8:
-        tensor = tensor.contiguous().view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32)
-    return _flat(tensor)
-
-
-def _flat(tensor: Tensor) -> Array:
-    return tensor.contiguous().view(-1).numpy()
+    """View a tensor as numpy can hold it, in one dimension: bf16 as its bits."""
+    if tensor.dtype != torch.bfloat16:
+        return np.ascontiguousarray(tensor.detach().numpy()).reshape(-1)
+    return np.ascontiguousarray(tensor.detach().contiguous().view(torch.int16).numpy()).reshape(-1).view(np.uint16)

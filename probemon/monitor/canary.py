@@ -8,6 +8,7 @@ canary.compare(song)                  # the largest difference of a score from a
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -97,8 +98,11 @@ class Canary:
         host, sites = unwrap(self._model), list(self._manager.pack.sites)
         seen: dict[str, list[Tensor]] = {site: [] for site in sites}
         _, layers = find_layers(host)
+        singing = threading.get_ident()
 
         def keep(site: str, hidden: Tensor) -> None:
+            if threading.get_ident() != singing:
+                return
             seen[site].append(hidden.detach().reshape(-1, hidden.shape[-1]).clone())
 
         def hook(site: str) -> Callable[[Any, Any, Any], None]:

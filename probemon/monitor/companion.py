@@ -33,5 +33,8 @@ class Companion(Protocol):
     def ended(self, recording: Recording) -> None:
         """Note that a generation has ended."""
 
+    def open(self, *, one_thread: bool) -> None:
+        """Begin with the run, in the thread that enters it. `one_thread`: that thread alone is watched."""
+
     def close(self) -> Sequence[Exception]:
         """End with the run; return what went wrong in the background."""

@@ -140,6 +140,7 @@ class MonitorRun:
             self.follow(self.budget)
             publish = self.budget.counting(publish)
         self._scorer = TokenScorer(manager, self._watches, self._failures, publish, self.breaker)
+        self._one_thread = check_bool("one_thread", one_thread)
         sites: list[str | Site] = list(manager.pack.sites)
         score: ScoreTokens = self._scorer.score_tokens
         if self._requests is not None:
@@ -158,7 +159,7 @@ class MonitorRun:
             on_end=on_end,
             acts=lambda: self._publisher.acts,
             observer=self._followers,
-            one_thread=check_bool("one_thread", one_thread),
+            one_thread=self._one_thread,
         )
         self._stack = ExitStack()
         self._entered = False
@@ -457,7 +458,7 @@ class MonitorRun:
             self._watches.pin(stack)
             stack.enter_context(self._watcher)
             if self.routing is not None:
-                self.routing.open()
+                self.routing.open(one_thread=self._one_thread)
             if self.deployment is not None:
                 self.deployment.begin(self)
             self._stack = stack.pop_all()

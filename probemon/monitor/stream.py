@@ -162,7 +162,14 @@ class _Generating:
             remedy="it counts batches of tokens that wait for the reader, so give 1 or more",
         )
         self._run = MonitorRun(
-            manager, model, tokenizer, strict=strict, companion=companion, on_gap=on_gap, deployment=deployment
+            manager,
+            model,
+            tokenizer,
+            strict=strict,
+            companion=companion,
+            on_gap=on_gap,
+            deployment=deployment,
+            one_thread=True,  # its rules end, its sinks and counts hold, nobody else's generation
         )
         self._run.listen_with_reads(self._put)
         self._prepare = prepare

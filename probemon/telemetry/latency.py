@@ -38,6 +38,7 @@ from probemon.telemetry.alerts import Alert
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.statistics import QUANTILES
 from probemon.telemetry.tally import Memory
+from probemon.tracking.watched_threads import WatchedThreads
 
 KINDS = ("forward", "controller", "token")
 SPIKE = "memory spike"
@@ -218,11 +219,13 @@ class Latencies:
         self.spikes = None if spike is None else Spikes(spike)
         self._memory, self._report, self._clock = memory, report, clock
         self._begun, self._lock, self._stack = threading.local(), threading.Lock(), ExitStack()
-        self._n_forwards = 0
+        self._n_forwards, self._threads = 0, WatchedThreads(one_thread=False)
         self._last: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
-    def attach(self) -> None:
-        """Put its hooks on the modules."""
+    def attach(self, *, one_thread: bool = False) -> None:
+        """Put its hooks on the modules. `one_thread`: what the calling thread runs is measured alone."""
+        self._threads = WatchedThreads(one_thread)
+        self._threads.attach()
         with ExitStack() as stack:
             for kind, module in self._modules.items():
                 if module is not None:
@@ -265,6 +268,8 @@ class Latencies:
             return {kind: (list(durations.counts), durations.total) for kind, durations in self.kinds.items()}
 
     def _begin(self, kind: str) -> None:
+        if self._threads.in_other:
+            return
         setattr(self._begun, kind, self._clock())
 
     def _end(self, kind: str) -> None:

@@ -278,9 +278,9 @@ class RoutingRecorder:
             most[rule.kind] = max(most.get(rule.kind, 0), needed)
         return most
 
-    def open(self) -> None:
-        """Begin to measure how long forwards take, until it is closed."""
-        self.latency.attach()
+    def open(self, *, one_thread: bool = False) -> None:
+        """Begin to measure how long forwards take, until it is closed; of the calling thread alone, if asked for."""
+        self.latency.attach(one_thread=one_thread)
 
     def close(self) -> list[Exception]:
         """Finish the sinks; return their errors."""

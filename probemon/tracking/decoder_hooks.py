@@ -184,7 +184,7 @@ class DecoderHooks:
             return
         begin = time.perf_counter()
         thread = self.thread
-        thread.inside = self.called = True
+        thread.inside = thread.has_run = self.called = True
         self.wait_for_step()
         if thread.generation is not None:
             self.close_forward()  # the one before this one
@@ -328,8 +328,12 @@ class DecoderHooks:
         thread.seconds += time.perf_counter() - begin
 
     def _report_layer_alone(self, site: str) -> None:
+        thread = self.thread
+        if not (thread.has_run or self._threads.attached_here or site in thread.alone):
+            thread.alone.add(site)  # this thread may have been inside a forward when another one attached
+            return
         # What a generation, or a batching manager, samples says which of its tokens were not seen.
-        if self.thread.generation is None and not self.batches.open:
+        if thread.generation is None and not self.batches.open:
             self._plain.report_layer_alone(site)
 
     def _complete(self) -> bool:

@@ -309,7 +309,8 @@ class ThreadState(threading.local):
         self.pending: list[PendingTokens] = []
         self.early_states: States = {}  # of sites that run before the forward their output is of
         self.seen_sites: set[str] = set()  # sites that the open forward has run through
-        self.inside = False  # whether a forward of the decoder is open, watched or not
+        self.inside = self.has_run = False  # whether a forward of the decoder is open, watched or not; has begun before
+        self.alone: set[str] = set()  # sites that ran before any forward began
         self.step: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
         self.seconds, self.began = 0.0, 0.0  # of the open forward: spent in our hooks, and when it began
         self.n_tokens = [0, 0]  # that it runs: of prompts, generated ones

@@ -21,6 +21,11 @@ class WatchedThreads:
         self._attached = threading.get_ident()
 
     @property
+    def attached_here(self) -> bool:
+        """Whether the calling thread is the one that attached."""
+        return threading.get_ident() == self._attached
+
+    @property
     def in_other(self) -> bool:
         """Whether the calling thread is not watched."""
-        return self.one_thread and threading.get_ident() != self._attached
+        return self.one_thread and not self.attached_here

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,7 @@ from probemon.tracking.watched_threads import WatchedThreads
 
 LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
+_OPEN: weakref.WeakSet[Watcher] = weakref.WeakSet()  # those that watch now
 _ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one number would replace each other
 
 
@@ -89,8 +91,9 @@ class Watcher:
             threads=self._threads,
         )
         self._running: list[Generation] = []
+        self._n_beside = 0  # generations of threads that are not watched
+        self._told_of_others = False
         self._acts = acts
-        self._attaching_thread = 0
         self._stop_next = False  # the next generate() is to end at its first token
         self._lock = threading.Lock()
         self._stack = ExitStack()
@@ -167,7 +170,6 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
-            self._attaching_thread = threading.get_ident()
             self._threads.attach()
             self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
@@ -179,6 +181,7 @@ class Watcher:
                 else:
                     self._hooks.batches.shadow(stack, self._hooks)
             self._stack = stack.pop_all()
+            _OPEN.add(self)
         return self
 
     def __exit__(
@@ -187,13 +190,15 @@ class Watcher:
         with _ATTACHING:
             self._faults_at_end = self._hooks.faults()
             self._hooks.open = False
+            _OPEN.discard(self)
             self._stack.close()
 
     # -- one generate() --------------------------------------------------------------------------
 
     def _follow_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._threads.in_other:
-            return original(*args, **kwargs)
+            with self._beside():
+                return original(*args, **kwargs)
         outer = self._hooks.thread.generation
         self._hooks.called = True
         if outer is not None:
@@ -204,6 +209,7 @@ class Watcher:
                 )
             with outer.proposing():
                 return original(*args, **kwargs)
+        self._tell_of_others()
         try:
             prompt = read_call(self.model, args, kwargs)
             self._hooks.abilities.check_generate(prompt.ways | self._ways_beside(), prompt.length)
@@ -265,8 +271,40 @@ class Watcher:
         self._observer.ended(generation.recording, None)
 
     def _ways_beside(self) -> frozenset[str]:
-        """Return the way of generating beside others, where there are others, or may be in threads not watched here."""
-        return frozenset({"beside"} if self._running or self._threads.one_thread else ())
+        """Return the way of generating beside others, where there are others."""
+        return frozenset({"beside"} if self._running or self._n_beside else ())
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """While the block runs, a thread generates that is not watched."""
+        if self._running:
+            self._hooks.abilities.check_generate({"beside"})
+        with self._lock:
+            self._n_beside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_beside -= 1
+
+    def _tell_of_others(self) -> None:
+        """Warn where rules or sinks act on what another thread generates, which has attached a run for it."""
+        if self._told_of_others or self._threads.attached_here or not self._acts():
+            return
+        with _ATTACHING:
+            others = [one for one in _OPEN if one is not self and one.model is self.model]
+        if any(one.attached_here for one in others):
+            self._told_of_others = True
+            LOG.warning(
+                "a run watches what every thread generates, with rules or sinks, and one of the threads has attached a"
+                " run of its own: the rules of the first act on its generation, too. If each is to watch its own"
+                " thread, give attach(..., one_thread=True)"
+            )
+
+    @property
+    def attached_here(self) -> bool:
+        """Whether the calling thread is the one that attached."""
+        return self._threads.attached_here
 
     @contextmanager
     def _following(self, generation: Generation) -> Iterator[None]:
@@ -333,7 +371,7 @@ class Watcher:
         # Where another run follows it, that was there first.
         if generation is None and not FOLLOWING.models[id(self.model)]:
             # In another thread it may have been running when this run attached.
-            if threading.get_ident() != self._attaching_thread and not self._acts():
+            if not self._threads.attached_here and not self._acts():
                 LOG.warning(
                     "a generate() of another thread began before probemon was attached, was looked up before, or called"
                     " on the class: it is not watched"

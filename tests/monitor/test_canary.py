@@ -1,5 +1,7 @@
 """A canary's scores are those of one plain forward over its text, and what makes the host another is heard."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,22 @@ def test_scores_of_a_song_are_those_of_one_plain_forward(manager, host):
     assert np.abs(everything[song.scores.state_of, song.scores.probes] - song.scores.values).max() < 1e-5
     assert canary.compare(song) < 1e-6 and song.health.ok and song.hook_seconds > 0 and canary.plain_seconds > 0
     assert differ(canary.sing().scores, song.scores) == ""
+
+
+def test_forwards_of_another_thread_are_no_part_of_it(manager, host):
+    canary = Canary(manager, host, make_tokenizer(), n_tokens=5)
+    song = canary.sing()
+
+    def beside(module, args):
+        if not others:
+            others.append(threading.Thread(target=host, args=(torch.tensor([[1, 5, 9]]),)))
+            others[0].start()
+            others[0].join()
+
+    others = []
+    with host.model.layers[0].register_forward_pre_hook(beside):
+        assert canary.compare(song) < 1e-6
+    assert others
 
 
 @pytest.mark.parametrize("site", ["ssm_state.0", "delta.1"])

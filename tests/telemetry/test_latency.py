@@ -1,6 +1,7 @@
 """Latencies on a clock whose time is told, limits that do not flap, and memory that jumps; then on a host."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -107,6 +108,19 @@ def test_forwards_and_tokens_take_what_the_clock_says():
     latencies.detach()
     host(9.0)
     assert latencies.as_dict()["forward"]["n"] == 4 and not host._forward_hooks and not host._forward_pre_hooks
+
+
+def test_of_one_thread_no_forward_of_another_is_measured():
+    clock = Clock()
+    host = Told(clock)
+    latencies = Latencies(host, None, (), None, lambda: (5, 10), lambda alerts: None, clock)
+    latencies.attach(one_thread=True)
+    beside = threading.Thread(target=host, args=(0.3,))
+    beside.start()
+    beside.join()
+    host(0.2)
+    assert latencies.as_dict()["forward"]["n"] == 1 and latencies.histograms()["forward"][1] == pytest.approx(0.2)
+    latencies.detach()
 
 
 def test_a_monitor_reports_latencies_of_a_generation_and_alerts_of_its_limits():

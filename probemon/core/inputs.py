@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -109,8 +111,30 @@ def described(tensor: Tensor) -> str:
 
 # Why a state has no scores: what is no number, in the order in which it is noticed. SEEN: it has scores.
 SEEN, NOT_FINITE, NOT_PREPARED, NO_SCORE = range(4)
-# Inputs that were prepared already, by what they are and in which dtype.
-Prepared = dict[tuple[InputSpec, torch.dtype], Tensor]
+FEW = 16  # states up to which compiled code that prepares them at once takes less time than a call for each thing
+
+
+class Prepared(dict[tuple[InputSpec, torch.dtype], Tensor]):
+    """Inputs that were prepared already, by what they are and in which dtype; `largest` of those of which it is known:
+    the largest absolute value of each state, all of them finite.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[tuple[InputSpec, torch.dtype], Floats] = {}
+
+
+class FarTerms(NamedTuple):
+    """What says that a prepared state is far: the mean `[D]` fp64, components `[K, D]` fp32, a limit."""
+
+    mean: npt.NDArray[np.float64]
+    basis: Floats
+    limit: float
+
+
+# Prepares few states: the values, the largest of each, and, where it is asked for, which are far. The largest are
+# missing where something is not finite.
+PrepareFew = Callable[[Tensor, InputSpec, torch.dtype, FarTerms | None], tuple[Tensor, Floats | None, "Ints | None"]]
 Normalise = Callable[[Tensor, InputSpec, torch.dtype], Tensor]
 
 
@@ -125,6 +149,7 @@ class Inputs:
     values: Tensor
     n: int
     raw: tuple[Tensor, ...] = ()
+    known_largest: Floats | None = None
 
     def __len__(self) -> int:
         return self.n
@@ -140,6 +165,8 @@ class Inputs:
         """The largest absolute value of each prepared input `[I * N]`: infinite where it overflowed when it was
         normalised or rounded, NaN where the hidden state was not finite. On a GPU the first access waits.
         """
+        if self.known_largest is not None:
+            return self.known_largest
         if self.values.device.type == "cpu" and self.values.dtype == torch.float32:
             largest: Floats = np.abs(self.values.numpy()).max(axis=-1)  # half of the time of torch's, for one state
         else:
@@ -164,7 +191,8 @@ class InputMaker:
     """Prepares hidden states for probes: `specs` says what they read, each spec once, and `dtype` what of.
 
     `normalise` may take the place of `prepare_input`. `keeps_raw=False`: its values say of themselves what they were
-    made of. `rounded`: turns what it makes in fp32 into what it makes in `dtype`, where it can be had so.
+    made of. `rounded`: turns what it makes in fp32 into what it makes in `dtype`, where it can be had so. `few`: makes
+    up to `FEW` states, the same to the last bit.
     """
 
     def __init__(
@@ -176,8 +204,9 @@ class InputMaker:
         *,
         keeps_raw: bool = True,
         rounded: Callable[[Tensor, torch.dtype], Tensor] | None = None,
+        few: PrepareFew | None = None,
     ) -> None:
-        self.specs, self._dtype, self._device = list(specs), dtype, device
+        self.specs, self._dtype, self._device, self._few = list(specs), dtype, device, few
         self._normalise, self._keeps_raw, self._rounded = normalise or prepare_input, keeps_raw, rounded
 
     def exact(self, hidden: Tensor, spec: InputSpec) -> Tensor:
@@ -187,17 +216,34 @@ class InputMaker:
 
     def make(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
         """Prepare hidden states `[N, D]` of every site. `prepared` holds what is there already, and takes the rest."""
-        prepared = {} if prepared is None else prepared
-        blocks = []
+        prepared = Prepared() if prepared is None else prepared
+        blocks, largest = [], list[Floats | None]()
         for spec in self.specs:
             key, exact = (spec, self._dtype), (spec, torch.float32)
+            if key not in prepared and exact not in prepared:
+                self.prepare_few(hidden, spec, None, prepared)
             if key not in prepared and self._rounded is not None and exact in prepared:
                 prepared[key] = self._rounded(prepared[exact], self._dtype)
             elif key not in prepared:
                 prepared[key] = self._normalise(hidden[spec.site].to(self._device), spec, self._dtype)
             blocks.append(prepared[key])
+            largest.append(prepared.largest.get(key))
         raw = tuple(hidden[spec.site] for spec in self.specs) if self._keeps_raw else ()
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw)
+        known = [one for one in largest if one is not None]
+        all_known = None if len(known) < len(largest) else known[0] if len(known) == 1 else np.concatenate(known)
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw, all_known)
+
+    def prepare_few(
+        self, hidden: Mapping[str, Tensor], spec: InputSpec, terms: FarTerms | None, prepared: Prepared
+    ) -> Ints | None:
+        """Put states into `prepared`, where they are few and that can be done at once; say which are far, if asked."""
+        states, key = hidden[spec.site], (spec, self._dtype)
+        if self._few is None or len(states) > FEW or states.device.type != "cpu":
+            return None
+        prepared[key], largest, far = self._few(states, spec, self._dtype, terms)
+        if largest is not None:
+            prepared.largest[key] = largest
+        return far
 
 
 def unseen_inputs(largest: Floats, n: int) -> Ints:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.familiarity import Familiar
-
-_FEW = 16  # states up to which compiled code takes less time than a matrix product and some calls
+from probemon.core.inputs import FEW, FarTerms
 
 
 class FarStates:
@@ -32,15 +31,13 @@ class FarStates:
         self._square = float(mean @ mean)
         self._on_cpu, self._few = device.type == "cpu", few
         if self._on_cpu:
-            self._mean, self._basis = mean.numpy(), basis.float().numpy()
+            self.terms = FarTerms(mean.numpy(), basis.float().numpy(), familiar.limit)
 
     def __call__(self, states: Tensor) -> Tensor:
         if not self._on_cpu:  # to look for those near the limit is to wait for the device
             return self._familiar.far(states)
-        if self._few is not None and len(states) <= _FEW:
-            return torch.from_numpy(
-                self._few(states.contiguous().numpy(), self._mean, self._basis, self._familiar.limit)
-            )
+        if self._few is not None and len(states) <= FEW:
+            return torch.from_numpy(self._few(states.contiguous().numpy(), *self.terms))
         # numpy from here on: on few states its calls cost a third of torch's.
         x, products = states.numpy(), torch.addmm(self._shift, states, self._matrix).numpy()
         along, square = products[:, :-1], np.einsum("nd,nd->n", x, x)

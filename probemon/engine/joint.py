@@ -123,7 +123,7 @@ class JointEngine:
         self.choice = Choice("descent", "descent", "not measured")
 
     def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> JointInputs:
-        prepared = {} if prepared is None else prepared  # what several packs read is made once
+        prepared = Prepared() if prepared is None else prepared  # what several packs read is made once
         inputs = {id(scorer): scorer.inputs.make(hidden, prepared) for scorer in self._scorers}
         return JointInputs(tuple(inputs[id(engine.scorer)] for engine in self.engines))
 

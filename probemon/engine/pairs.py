@@ -225,7 +225,7 @@ def _input_maker(specs: Sequence[InputSpec], dtype: torch.dtype, device: torch.d
 
         return InputMaker(specs, dtype, device, normalise, keeps_raw=False)
     if impl == "numba":
-        from probemon.engine.kernels.numba_inputs import prepare_numba, rounded_numba
+        from probemon.engine.kernels.numba_inputs import prepare_few, prepare_numba, rounded_numba
 
-        return InputMaker(specs, dtype, device, prepare_numba, rounded=rounded_numba)
+        return InputMaker(specs, dtype, device, prepare_numba, rounded=rounded_numba, few=prepare_few)
     return InputMaker(specs, dtype, device, rounded=Tensor.to)

@@ -19,7 +19,7 @@ from torch import Tensor
 from probemon.core.checks import check_count
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, Prepared, check_states
+from probemon.core.inputs import FEW, NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, Prepared, check_states
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
@@ -100,6 +100,7 @@ class Scorer:
             prefetch=prefetch,
         )
         self._maker = engines[0].scorer.inputs
+        self._makes_few = len(self._familiar) == 1 and self.device.type == "cpu"  # inputs, and which are far, at once
         self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
         self.engine = self._evaluator(engines)
         self.strategy = self.engine.choose(self.plan, strategy)
@@ -238,7 +239,7 @@ class Scorer:
         keep: Ints,
         audit: Mask | None = None,
         strategy: str | None = None,
-        far: Tensor | None = None,
+        far: Ints | Tensor | None = None,
     ) -> tuple[Scores, Mask]:
         """Score N states that start from `retained` (None: memoryless), and return the next retained sets of the states
         `keep`. `far [N]`: which are unlike those of the calibration.
@@ -249,7 +250,7 @@ class Scorer:
 
     def begin(self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None) -> BegunStep:
         """Begin a step of rows `[N, D]`; a GPU is at it beside the host model, until it is waited for."""
-        prepared: Prepared = {}
+        prepared = Prepared()
         keep, far = np.arange(len(retained)), self._far(hidden, prepared)
         if audit is None:
             return BegunStep(self, plan, self.engine.begin(plan, hidden, retained, keep, prepared), far=far)
@@ -257,16 +258,21 @@ class Scorer:
         outcome = self.engine.evaluate(plan, inputs, retained, keep)
         return BegunStep(self, plan, outcome, self._audited(plan, inputs, outcome, audit), far)
 
-    def _inputs(self, hidden: Mapping[str, Tensor]) -> tuple[Any, Tensor | None]:
+    def _inputs(self, hidden: Mapping[str, Tensor]) -> tuple[Any, Ints | Tensor | None]:
         """Prepare states `[N, D]`, and say which are far; what both need is normalised once."""
-        prepared: Prepared = {}
+        prepared = Prepared()
         far = self._far(hidden, prepared)
         return self.engine.inputs(hidden, prepared), far
 
-    def _far(self, hidden: Mapping[str, Tensor], prepared: Prepared) -> Tensor | None:
+    def _far(self, hidden: Mapping[str, Tensor], prepared: Prepared) -> Ints | Tensor | None:
         """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says.
-        Their inputs in fp32 are put into `prepared`.
+        Their inputs are put into `prepared`, in fp32 where they are many.
         """
+        if self._makes_few and len(hidden[self._familiar[0][0].site]) <= FEW:
+            spec, far_states = self._familiar[0]
+            found = self._maker.prepare_few(hidden, spec, far_states.terms, prepared)
+            if found is not None:
+                return found
         under = torch.is_autocast_enabled(self.device.type)  # the caller's, which would round a product to its dtype
         far = []
         with torch.autocast(self.device.type, enabled=False) if under else nullcontext():
@@ -296,13 +302,20 @@ class Scorer:
         return counts
 
     def scores_of(
-        self, plan: Plan, outcome: Outcome, audited: Mapping[str, Ints] | None = None, far: Tensor | None = None
+        self, plan: Plan, outcome: Outcome, audited: Mapping[str, Ints] | None = None, far: Ints | Tensor | None = None
     ) -> tuple[Scores, Mask]:
         """Turn an outcome of a plan into scores, with what they cover, and the next retained sets."""
         n, p = len(outcome.unseen), self.pack.n_probes
         not_reached, unseen = p - outcome.n_active - outcome.n_dropped, ("",) * n
+        none = np.zeros(n, dtype=np.int64)
+        excluded = none + plan.n_excluded if plan.n_excluded else none
+        shed = none + plan.n_shed if plan.n_shed else none
+        is_far = none if far is None else far if isinstance(far, np.ndarray) else far.cpu().numpy()
         if outcome.unseen.any():
-            not_reached = np.where(outcome.unseen == SEEN, not_reached, 0)
+            seen = outcome.unseen == SEEN
+            not_reached, excluded, shed, is_far = (
+                np.where(seen, counts, 0) for counts in (not_reached, excluded, shed, is_far)
+            )
             unseen = tuple(self._reasons[reason] for reason in outcome.unseen.tolist())
         coverage = Coverage(
             n_probes=p,
@@ -312,11 +325,11 @@ class Scorer:
             evaluated=outcome.n_evaluated,
             released=outcome.n_released,
             late=outcome.n_late,
-            excluded=np.where(outcome.unseen == SEEN, plan.n_excluded, 0),
-            shed=np.where(outcome.unseen == SEEN, plan.n_shed, 0),
+            excluded=excluded,
+            shed=shed,
             unseen=unseen,
-            far=np.zeros(n, dtype=np.int64) if far is None else np.where(outcome.unseen == SEEN, far.cpu().numpy(), 0),
-            **(audited or dict.fromkeys(AUDITED, np.zeros(n, dtype=np.int64))),
+            far=is_far,
+            **(audited or dict.fromkeys(AUDITED, none)),
         )
         scores = Scores(
             ptr=outcome.ptr,
@@ -386,7 +399,7 @@ class BegunStep:
         plan: Plan,
         step: Outcome | StepUnderWay,
         audited: Mapping[str, Ints] | None = None,
-        far: Tensor | None = None,
+        far: Ints | Tensor | None = None,
     ) -> None:
         self._scorer, self._plan, self._step, self._audited, self._far = scorer, plan, step, audited, far
 

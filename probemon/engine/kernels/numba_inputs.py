@@ -2,6 +2,7 @@
 
 x = prepare_numba(hidden, spec, torch.bfloat16)     # [N, D] fp32, of which each is a bf16 number
 far = far_few(x, mean, basis, limit)                # prepared states [N, D] fp32; [N] int64
+x, largest, far = prepare_few(hidden, spec, torch.bfloat16, terms)      # both, and the largest value of each state
 
 A step has one state, for which each call of torch takes longer than what it does.
 """
@@ -16,24 +17,49 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from probemon.core.inputs import TINY, check_states
+from probemon.core.inputs import TINY, FarTerms, check_states
 from probemon.core.probes import InputSpec
 
 Array = npt.NDArray[Any]
+_NO_TERMS = FarTerms(np.empty(0), np.empty((0, 0), np.float32), 0.0)
+_NO_MEAN = np.empty(0, np.float32)
 
 
 def prepare_numba(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
     """Return hidden [N, D] on a CPU as `prepare_input` does, the values of `dtype` in fp32, where they are exact."""
-    check_states(hidden)
-    x = hidden.detach().to(torch.float32)
-    if spec.norm != "none":
-        x = x.contiguous()
-        if spec.norm == "layernorm":
-            x = x - x.mean(dim=-1, keepdim=True)
-        # torch adds up, as it does for `prepare_input`: the last bit depends on the order.
-        mean = x.square().mean(dim=-1).numpy()
+    x, mean = _squared(hidden, spec)
+    if len(mean):
         x = torch.from_numpy(_normalised(x.numpy(), mean, np.float32(spec.eps), spec.eps < TINY))
     return rounded_numba(x, dtype)
+
+
+def prepare_few(
+    hidden: Tensor, spec: InputSpec, dtype: torch.dtype, terms: FarTerms | None
+) -> tuple[Tensor, Array | None, Array | None]:
+    """Do the same for bf16 or fp32; return the largest value of each state `[N]` too, None where one is not finite, and
+    where `terms` are given which states are far, `[N]` int64.
+    """
+    x, mean = _squared(hidden, spec)
+    rounds, is_tiny = dtype == torch.bfloat16, spec.eps < TINY
+    values, largest, far, finite = _prepared(
+        x.contiguous().numpy(), mean, np.float32(spec.eps), is_tiny, rounds, *(terms or _NO_TERMS)
+    )
+    return torch.from_numpy(values), largest if finite else None, None if terms is None else far
+
+
+def _squared(hidden: Tensor, spec: InputSpec) -> tuple[Tensor, Array]:
+    """Return states in fp32, without their mean where it is not wanted, and the means of their squares `[N]`, where
+    they are.
+    """
+    check_states(hidden)
+    x = hidden.detach().to(torch.float32)
+    if spec.norm == "none":
+        return x, _NO_MEAN
+    x = x.contiguous()
+    if spec.norm == "layernorm":
+        x = x - x.mean(dim=-1, keepdim=True)
+    # torch adds up, as it does for `prepare_input`: the last bit depends on the order.
+    return x, x.square().mean(dim=-1).numpy()
 
 
 def rounded_numba(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,3 +119,23 @@ def far_few(states: Array, mean: Array, basis: Array, limit: float) -> Array:
             residual -= along * along
         far[row] = residual > limit
     return far
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+def _prepared(
+    x: Array, mean: Array, eps: np.float32, is_tiny: bool, rounds: bool, far_mean: Array, basis: Array, limit: float
+) -> Any:
+    """Normalise, say what is far, round, and find the largest values."""
+    values = _normalised(x, mean, eps, is_tiny) if len(mean) else x
+    far = far_few(values, far_mean, basis, limit) if len(far_mean) else np.empty(0, np.int64)
+    if rounds:
+        values = _rounded_to_bf16(values.view(np.uint32)).view(np.float32)
+    largest, finite = np.empty(len(values), np.float32), True
+    for row in range(len(values)):
+        most = np.float32(0)
+        for i in range(values.shape[1]):
+            size = abs(values[row, i])
+            finite = finite and size < np.inf
+            most = max(most, size)
+        largest[row] = most
+    return values, largest, far, finite

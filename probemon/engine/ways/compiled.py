@@ -143,6 +143,7 @@ class CompiledNet:
         """
         shape, width = (n_states, len(input_of)), self._net[9]
         check_states(hidden, width)
+        x = (hidden if hidden.dtype == torch.float32 else hidden.to(torch.float32)).numpy()
         n_slots = len(self._net[0]) // (width * self._net[10])
         if (
             hidden.shape[0] < n_inputs * n_states
@@ -158,7 +159,7 @@ class CompiledNet:
         try:
             return FoundActive(*descend(
                 self._net, *links, (groups.of, groups.ptr, groups.members), input_of,
-                hidden.to(torch.float32).contiguous().view(-1).numpy(), start,
+                np.ascontiguousarray(x).reshape(-1), start,
                 _NOTHING if retained is None else np.flatnonzero(retained), threshold, alert,
                 path_rule, -1 if max_rounds is None else max_rounds, max_active, everything,
                 *work,

@@ -177,6 +177,11 @@ class Inputs:
         return largest
 
     @cached_property
+    def most(self) -> float:
+        """The largest of them all, in fp64; NaN where one is."""
+        return float(self.largest[0] if len(self.largest) == 1 else self.largest.max(initial=0))
+
+    @cached_property
     def unseen(self) -> Ints:
         """Of each state `[N]`, SEEN, NOT_FINITE or NOT_PREPARED."""
         return unseen_inputs(self.largest, self.n)

@@ -61,6 +61,11 @@ class Coverage:
         return np.asarray([reason == "" for reason in self.unseen], dtype=bool)
 
     @property
+    def all_seen(self) -> bool:
+        """Whether every state was scored."""
+        return not any(self.unseen)
+
+    @property
     def n_unseen(self) -> int:
         """States that were not scored."""
         return sum(reason != "" for reason in self.unseen)

@@ -311,7 +311,7 @@ class Scorer:
         excluded = none + plan.n_excluded if plan.n_excluded else none
         shed = none + plan.n_shed if plan.n_shed else none
         is_far = none if far is None else far if isinstance(far, np.ndarray) else far.cpu().numpy()
-        if outcome.unseen.any():
+        if outcome.unseen[0] if n == 1 else outcome.unseen.any():
             seen = outcome.unseen == SEEN
             not_reached, excluded, shed, is_far = (
                 np.where(seen, counts, 0) for counts in (not_reached, excluded, shed, is_far)

@@ -91,7 +91,7 @@ class Tap:
         if standing is None:  # a place outside of the layers
             return True
         layers = self._layers
-        return standing.holds(layers) and all(getattr(part, name, None) is layers for part, name in self._holders)
+        return standing.holds(layers) and all(part._modules.get(name) is layers for part, name in self._holders)
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
         # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not
@@ -120,7 +120,7 @@ class Tap:
 class _Standing:
     """Where a module stood: in which layer, and under which names in it; without any it is the layer itself."""
 
-    number: int
+    number: str  # under which it is in the list
     layer: nn.Module
     names: tuple[str, ...]
     module: nn.Module
@@ -129,15 +129,16 @@ class _Standing:
     def of(layers: nn.ModuleList, number: int, module: nn.Module) -> _Standing:
         layer, module = uncompiled(layers[number]), uncompiled(module)
         path = next((name for name, part in layer.named_modules() if part is module), "")
-        return _Standing(number, layer, tuple(name for name in path.split(".") if name and name != "_orig_mod"), module)
+        return _Standing(
+            str(number), layer, tuple(name for name in path.split(".") if name and name != "_orig_mod"), module
+        )
 
     def holds(self, layers: nn.ModuleList) -> bool:
         """Whether it stands there still; what torch.compile put around it is no other module."""
-        if self.number >= len(layers):
+        part = layers._modules.get(self.number)
+        if part is None or _inner(part) is not self.layer:
             return False
-        part: nn.Module | None = _inner(layers[self.number])
-        if part is not self.layer:
-            return False
+        part = self.layer
         for name in self.names:
             part = _inner(part._modules.get(name))
             if part is None:

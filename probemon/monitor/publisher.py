@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
@@ -121,12 +119,12 @@ class Publisher:
             if self._keep_tokens is not None:
                 keep_newest(self._recordings(), self._keep_tokens)
         if generation is not None:
-            seen = scores.coverage.seen
-            generation.mark_scored(placed, seen)
+            all_seen = scores.coverage.all_seen
+            generation.mark_scored(placed, all_seen=all_seen)
             if placed.phase == GENERATED:
                 self._n_generated += len(placed)
-                if not seen.all():
-                    self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
+                if not all_seen:
+                    self._unjudged.update(filter(None, scores.coverage.unseen))
                 if watch.rules:
                     self._ask_rules(watch, generation, placed, scores, reads)
                 self._escalations.settle(generation)

@@ -55,7 +55,7 @@ class RulePanel:
             number, rule = self._rules[at]
             for i, score, value in rule.observe(placed, scores, states(number)):
                 found.setdefault(at, []).append((i, {"score": score, "value": value}))
-        for at in self._blind if not scores.coverage.seen.all() else ():
+        for at in self._blind if not scores.coverage.all_seen else ():
             for i, reason in self._rules[at][1].blind_to(scores):
                 found.setdefault(at, []).append((i, {"blind": reason}))
         for at in sorted(found):

@@ -141,13 +141,7 @@ class TokenScorer:
                 )
         if batches[0].placed.phase == PROMPT:
             return lambda report: self._score_prompts(batches, states, audit) if report else None
-        # Before its first token a sequence retains nothing, and has no sets yet.
-        sets = [
-            one.recording.retained_of(one.origin)
-            if one.recording.retained is None
-            else one.recording.retained[one.origin]
-            for one in batches
-        ]
+        sets = [one.recording.retained_of(one.origin, in_order=one.origin is one.placed.rows) for one in batches]
         before = sets[0] if len(sets) == 1 else np.concatenate(sets)
         if watch.number:  # what is left out since then may have been retained, and more may be always on
             before = watch.plan.taken_over(before)

@@ -12,10 +12,10 @@ columns not seen before are placed (without a cache every forward repeats the ol
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import GENERATED, PROMPT
@@ -81,13 +81,13 @@ class SequenceColumns:
     last_column: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     _n_sampled: int = 0
 
-    def ended(self, done: npt.NDArray[np.bool_]) -> None:
-        """Mark rows `[B]` whose token just sampled is their last: what follows in them is padding."""
+    def ended(self, done: Collection[bool]) -> None:
+        """Mark rows whose token just sampled is their last, of all B or of none: what follows in them is padding."""
         column = (self.prompt_columns or 0) + self._n_sampled
         self._n_sampled += 1
-        if self.speculative:  # several tokens may have been accepted at once
+        if self.speculative or not any(done):  # of drafts, several tokens may have been accepted at once
             return
-        self.last_column[done & (self.last_column == NEVER)] = column
+        self.last_column[np.array(list(done)) & (self.last_column == NEVER)] = column
 
     def take_back(self, column: int) -> None:
         """Columns from `column` on were drafts that were rejected, and may be shown again."""
@@ -151,32 +151,46 @@ class SequenceColumns:
         for phase, first, stop in ((PROMPT, self.frontier, limit), (GENERATED, limit, end)):
             if first == stop:
                 continue
+            if phase == GENERATED and not self.speculative:
+                placed.append(self._generated(forward, first, stop))
+                continue
             real = (
                 np.ones((n_rows, stop - first), dtype=bool)
                 if forward.mask is None
                 else forward.mask[:, first:stop] != 0
             )
             if phase == GENERATED:
-                if self.speculative:
-                    rows, at = np.zeros(stop - first, dtype=np.int64), np.arange(stop - first)
-                    offsets = at + (first - forward.start)
-                    placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
-                    continue
-                if stop - first > 1:
-                    raise AlignmentError(
-                        f"{stop - first} generated columns in one forward: this decoding mode is not understood"
-                    )
-                if self._n_sampled <= first - (self.prompt_columns or 0):
-                    raise AlignmentError(
-                        f"column {first} was forwarded before the stopping criteria saw it: rows that ended are unknown"
-                    )
-                real &= (first <= self.last_column)[:, None]
+                rows, at = np.zeros(stop - first, dtype=np.int64), np.arange(stop - first)
+                offsets = at + (first - forward.start)
+                placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
+                continue
             rows, at = np.nonzero(real)
             offsets = at + (first - forward.start)
             placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))
         self.frontier = end
         self.mask = forward.mask
         return placed
+
+    def _generated(self, forward: Forward, column: int, stop: int) -> PlacedTokens:
+        """Return the tokens of a generated column, of the rows that have not ended: a step, so in few operations."""
+        if stop - column > 1:
+            raise AlignmentError(
+                f"{stop - column} generated columns in one forward: this decoding mode is not understood"
+            )
+        if self._n_sampled <= column - (self.prompt_columns or 0):
+            raise AlignmentError(
+                f"column {column} was forwarded before the stopping criteria saw it: rows that ended are unknown"
+            )
+        at = column - forward.start
+        if self.n_rows == 1:
+            n = int(self.last_column[0] >= column and (forward.mask is None or forward.mask[0, column] != 0))
+            ids = forward.ids[0, at : at + n].copy()
+            return PlacedTokens(np.zeros(n, np.int64), np.full(n, column), np.full(n, at), ids, GENERATED)
+        real = self.last_column >= column
+        if forward.mask is not None:
+            real &= forward.mask[:, column] != 0
+        rows = np.flatnonzero(real)
+        return PlacedTokens(rows, np.full(len(rows), column), np.full(len(rows), at), forward.ids[rows, at], GENERATED)
 
     def _check_run_again(self, forward: Forward) -> None:
         """Raise where columns that were seen are run again under another mask: by now they have other states."""

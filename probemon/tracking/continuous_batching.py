@@ -309,7 +309,7 @@ class ContinuousBatches:
             self._check_seen(generation.recording, np.asarray([sequence]), 0, first, generation)
         assert call.prompt_columns is not None
         if first + len(ids) > call.prompt_columns:
-            call.ended(np.zeros(1, dtype=bool))  # requests end by themselves, and are not fed padding
+            call.ended([])  # requests end by themselves, and are not fed padding
         # In the packed row, offsets count from the beginning of the segment.
         return [placed.moved(begin) for placed in call.place(Forward(first, ids[None], None))]
 

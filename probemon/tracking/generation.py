@@ -140,13 +140,13 @@ class Generation:
             )
         self.prompt_checked = True
 
-    def mark_scored(self, placed: PlacedTokens, seen: Mask) -> None:
-        """Note that `placed` have their scores, where `seen`."""
+    def mark_scored(self, placed: PlacedTokens, *, all_seen: bool) -> None:
+        """Note that `placed` have their scores, if they were `all_seen`."""
         if placed.phase == GENERATED:
-            first = int(placed.columns.min())
-            if not seen.all() or first > max(self.scored_columns, self.prompt.columns):
+            first = int(placed.columns[0] if len(placed) == 1 else placed.columns.min())
+            if not all_seen or first > max(self.scored_columns, self.prompt.columns):
                 self.blind_column = first if self.blind_column is None else min(first, self.blind_column)
-        self.scored_columns = int(placed.columns.max()) + 1
+        self.scored_columns = int(placed.columns[0] if len(placed) == 1 else placed.columns.max()) + 1
 
     def showable_columns(self) -> int:
         """Return the first column without a score, or at which a rule stopped: those before it may be shown."""
@@ -163,8 +163,11 @@ class Generation:
         if ids is None:
             return
         end = forward.start + forward.ids.shape[1]
-        if ids.shape[1] + begin != end or not np.array_equal(
-            ids[:, max(0, forward.start - begin) :], forward.ids[:, max(0, begin - forward.start) :]
+        # As lists: at every token one number is compared, for which numpy takes long.
+        if (
+            ids.shape[1] + begin != end
+            or ids[:, max(0, forward.start - begin) :].tolist()
+            != forward.ids[:, max(0, begin - forward.start) :].tolist()
         ):
             raise AlignmentError(
                 f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of"
@@ -217,11 +220,11 @@ class Generation:
             return
         self.sampled = False
         call, beams = self.recording.call, self.recording.beams
-        ends = done.cpu().numpy()
+        ends: list[bool] = done.tolist()
         if beams is not None:
-            beams.ended(ids.detach().cpu().numpy(), ends, call.n_rows // beams.n_beams)
-            ends = np.zeros(call.n_rows, dtype=bool)
-        call.ended(ends if pads else np.zeros(len(ends), dtype=bool))
+            beams.ended(ids.detach().cpu().numpy(), np.array(ends), call.n_rows // beams.n_beams)
+            ends = []
+        call.ended(ends if pads else [])
 
     # -- what is to end --------------------------------------------------------------------------
 
@@ -266,7 +269,7 @@ class Generation:
     @property
     def stopping(self) -> bool:
         """Whether some row is to end at its next token."""
-        return self.stop_all or bool(self.stop.any())
+        return self.stop_all or len(self.stop) > 0  # it is made for a row that stops
 
     def stopped(self, like: Tensor) -> Tensor:
         """Return the rows that an action stopped, or `run.stop()`, as a mask like `like [B]`."""

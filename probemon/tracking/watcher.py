@@ -408,6 +408,9 @@ class Watcher:
             self._hooks.wait_for_step()
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
         self._hooks.check_seen(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
+        if self.ranks is None and generation.raising is None and not generation.stopping:
+            generation.mark_sampled()
+            return done
         stopped = self.stopped(done)
         if self.ranks is not None:
             verdict = self.ranks.agree(

@@ -460,7 +460,7 @@ MUTATIONS = [
     ),
     (
         "host/tap.py",
-        "getattr(part, name, None) is layers for part, name in self._holders",
+        "part._modules.get(name) is layers for part, name in self._holders",
         "True for _ in self._holders",
         "layers in whose place others were put are read",
     ),

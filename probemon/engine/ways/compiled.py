@@ -48,17 +48,17 @@ class Compiled:
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
         found = self._descend(plan, inputs, retained)
         # In fp64, as in `OutcomeMaker.is_small`: then no state is unseen.
-        is_small = float(inputs.largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf
+        is_small = inputs.most <= self._pack.lowest_input_limit < math.inf
         if len(found.dropped_rows) or not is_small:
             step = found.descent(self._pack.n_probes)
             outcome = self._outcomes.of(plan, step, inputs.largest, retained, keep, everything=self._everything)
             self._arena.used(int(outcome.n_evaluated.sum()))
             return outcome
-        n_active = found.ptr[1:] - found.ptr[:-1]
+        n_active = found.ptr[1:] if len(found.ptr) == 2 else found.ptr[1:] - found.ptr[:-1]
         most = plan.config.keep_top_k if plan.config.aggressive_pruning else self._pack.n_probes
         kept = best(found.ptr, found.probes, found.values, plan.exempt, keep, most)
         n_evaluated = np.full(len(inputs), self._pack.n_probes) if self._everything else n_active
-        self._arena.used(int(n_evaluated.sum()))
+        self._arena.used(len(inputs) * self._pack.n_probes if self._everything else int(found.ptr[-1]))
         none = np.zeros(len(inputs), dtype=np.int64)
         return Outcome(
             found.ptr, found.probes, found.values, found.fired, n_active, none, n_evaluated, none, none, none, kept
@@ -160,7 +160,7 @@ class CompiledNet:
             return FoundActive(*descend(
                 self._net, *links, (groups.of, groups.ptr, groups.members), input_of,
                 np.ascontiguousarray(x).reshape(-1), start,
-                _NOTHING if retained is None else np.flatnonzero(retained), threshold, alert,
+                _NOTHING if retained is None else retained.reshape(-1).nonzero()[0], threshold, alert,
                 path_rule, -1 if max_rounds is None else max_rounds, max_active, everything,
                 *work,
             ))  # fmt: skip
@@ -176,6 +176,7 @@ class _Work(threading.local):
 
     def __init__(self) -> None:
         self._n_cells, self._flat = 0, _zeros(1, 0)
+        self._cells = _zeros(0, 0)  # the same, of the last shape
         self._lists = np.empty((8, 0), np.int64)
         self._marks = self._new_marks(0)
 
@@ -186,8 +187,11 @@ class _Work(threading.local):
             return _zeros(n_states, n_probes)
         if n > self._n_cells:
             self._n_cells, self._flat = n, _zeros(1, n)
+        elif self._cells[0].shape == (n_states, n_probes):
+            return self._cells
         active, dropped, scores = (array[0, :n].reshape(n_states, n_probes) for array in self._flat)
-        return active, dropped, scores
+        self._cells = active, dropped, scores
+        return self._cells
 
     def lists(self, n: int) -> Array:
         """Return arrays in which n cells can be listed, `[8, n]` or longer."""

@@ -121,6 +121,8 @@ class Buffers:
     def abandon(self) -> bool:
         """End the calling thread's forward, however it went; return whether another thread's ran meanwhile."""
         self._forward.before = {}
+        if not self._open:  # no thread runs compiled code
+            return False
         with self._lock:
             return self._open.pop(threading.get_ident(), False)
 

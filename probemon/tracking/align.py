@@ -184,8 +184,8 @@ class SequenceColumns:
         at = column - forward.start
         if self.n_rows == 1:
             n = int(self.last_column[0] >= column and (forward.mask is None or forward.mask[0, column] != 0))
-            ids = forward.ids[0, at : at + n].copy()
-            return PlacedTokens(np.zeros(n, np.int64), np.full(n, column), np.full(n, at), ids, GENERATED)
+            rows, columns, offsets = (np.array([number][:n], np.int64) for number in (0, column, at))
+            return PlacedTokens(rows, columns, offsets, forward.ids[0, at : at + n].copy(), GENERATED)
         real = self.last_column >= column
         if forward.mask is not None:
             real &= forward.mask[:, column] != 0

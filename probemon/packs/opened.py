@@ -372,29 +372,38 @@ class OpenedPack:
         """
         wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
         weights = self.weights
+        largest, at = {name: np.empty(len(wanted)) for name in weights}, 0
         # In bounded pieces: absolute values are a copy.
         most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in weights.values())))
         for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
             for first in range(int(run[0]), int(run[-1]) + 1, most):
                 stop = min(first + most, int(run[-1]) + 1)
                 self.check_unchanged()
-                self.check_rows({name: tensor[first:stop] for name, tensor in weights.items()}, first)
+                for name, tensor in weights.items():
+                    largest[name][at : at + stop - first] = largest_magnitudes(tensor[first:stop])
+                at += stop - first
         self.check_unchanged()
+        self._limit(wanted, largest)
 
     def check_rows(self, rows: Mapping[str, Tensor], first: int) -> None:
         """Check stacked weights of neighbours as `check_finite` does, the first of them the probe `first`."""
-        largest = {}
-        for name, tensor in rows.items():
-            largest[name] = largest_magnitudes(tensor)
-            finite = np.isfinite(largest[name])
+        largest = {name: largest_magnitudes(tensor) for name, tensor in rows.items()}
+        self._limit(np.arange(first, first + len(largest["w1"])), largest)
+
+    def _limit(self, probes: np.ndarray, largest: Mapping[str, np.ndarray]) -> None:
+        """Put the input limits of probes in their place, by the largest weight of each in every tensor `[n]`. Raises
+        `PackCorrupt` where one is not finite.
+        """
+        for name, values in largest.items():
+            finite = np.isfinite(values)
             if not finite.all():
-                probe = first + int(np.flatnonzero(~finite)[0])
+                probe = int(probes[np.flatnonzero(~finite)[0]])
                 raise PackCorrupt(
                     f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
                     "is not finite: the pack is damaged or was trained to divergence"
                 )
         limits = input_limits(self.architecture, largest)
-        self.input_limit[first : first + len(limits)] = limits
+        self.input_limit[probes] = limits
         self.lowest_input_limit = min(self.lowest_input_limit, float(limits.min(initial=math.inf)))
 
     # -- asking ----------------------------------------------------------------------------------

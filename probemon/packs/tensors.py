@@ -205,13 +205,12 @@ def largest_magnitudes(weights: Tensor) -> np.ndarray:
     """
     if weights.dtype == torch.int8:
         return np.full(len(weights), 128.0)  # the most there can be, without looking
-    signed, unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}[
-        weights.element_size()
-    ]
-    bits = weights.reshape(len(weights), -1).view(signed).numpy()
-    sign = np.array(1 << (8 * weights.element_size() - 1), unsigned)
-    negative = bits.view(unsigned).max(axis=1)  # those without a sign are smaller; of those with one it is the largest
-    largest = np.maximum(
-        np.maximum(bits.max(axis=1), 0), np.where(negative & sign, negative ^ sign, 0).astype(bits.dtype)
+    size = weights.element_size()
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    bits: np.ndarray = weights.reshape(len(weights), -1).view(signed).numpy()
+    largest: np.ndarray = (bits & bits.dtype.type((1 << (8 * size - 1)) - 1)).max(axis=1)
+    if weights.dtype == torch.bfloat16:  # the upper half of an fp32
+        return (largest.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return (
+        torch.from_numpy(largest.view(np.dtype(f"i{largest.itemsize}"))).view(weights.dtype).to(torch.float64).numpy()
     )
-    return torch.from_numpy(largest).view(weights.dtype).to(torch.float64).numpy()

@@ -1,11 +1,11 @@
 """What the number of probes costs: packs of 1,000 to 100,000 opened and made managers of, and steps that evaluate as
-many probes in each.
+many probes in each: of one row, of 64 rows at once, and of a pack that reads 8 sites.
 
     found = measure((1000, 10_000, 100_000), n_steps=200)
     found["rows"], found["claims"]
 
 Weights, hierarchies (nine levels, a third of the probes with two parents) and states are random. The threshold that
-opens concepts is set for each pack so that a step evaluates some 200 probes.
+opens concepts is set for each pack so that a step evaluates some 200 probes of a row.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ HIDDEN = 576
 N_EVALUATED = 200
 N_ROOTS = 20
 _GROWTH = (1, 4, 12, 24, 36, 48, 60, 60)  # of the levels below the roots
+N_ROWS, N_SITES = 64, 8
 _OPENED = 9
 _WARM = 20
 
@@ -39,6 +40,11 @@ def measure(numbers: Sequence[int], n_steps: int) -> dict[str, Any]:
         managers = {n: _evaluating(pack, _states(n_steps)) for n, pack in packs.items()}
         rows = [row for n, manager in managers.items() for row in _begun(manager, n)]
         steps = _steps(managers, n_steps)
+        rows += _steps(managers, n_steps // 4, n_rows=N_ROWS)
+        few = numbers[0]
+        of_sites = _written(Path(scratch) / "sites", few, N_SITES)
+        both = {few: managers[few], -few: _evaluating(of_sites, _states(n_steps))}
+        rows += [row for row in _steps(both, n_steps) if row["n_sites"] > 1]
     [opened] = [row for row in rows if row["part"] == "open at scale" and row["n_probes"] == numbers[-1]]
     middle = {row["n_probes"]: row["median_us"] for row in steps}
     claims = {
@@ -48,7 +54,7 @@ def measure(numbers: Sequence[int], n_steps: int) -> dict[str, Any]:
     return {"rows": [*rows, *steps], "claims": claims}
 
 
-def _written(folder: Path, n: int) -> ProbePack:
+def _written(folder: Path, n: int, n_sites: int = 1) -> ProbePack:
     rng, generator = np.random.default_rng(n), torch.Generator().manual_seed(n)
     sizes = [N_ROOTS, *((n - N_ROOTS) * np.array(_GROWTH) // sum(_GROWTH)).tolist()]
     sizes[-1] += n - sum(sizes)
@@ -69,7 +75,8 @@ def _written(folder: Path, n: int) -> ProbePack:
             "b1": torch.zeros(n, 1),
         },
         score_rule="independent",
-        inputs=[{"site": "resid_post.0", "norm": "none"}],
+        inputs=[{"site": f"resid_post.{site}", "norm": "none"} for site in range(n_sites)],
+        input_index=torch.arange(n) % n_sites,
         host={"hidden_size": HIDDEN},
         licence="Apache-2.0",
         card="Random weights, for measuring time only.\n",
@@ -100,19 +107,22 @@ def _states(n: int) -> torch.Tensor:
     return torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(0))
 
 
-def _steps(managers: dict[int, DynamicProbeManager], n_steps: int) -> list[dict[str, Any]]:
-    """Steps of one row through the same states, the packs in turns."""
-    states, rows = _states(n_steps), dict[int, RowState | None].fromkeys(managers)
-    counts: dict[int, list[int]] = {n: [] for n in managers}
+def _steps(managers: dict[int, DynamicProbeManager], n_steps: int, n_rows: int = 1) -> list[dict[str, Any]]:
+    """Steps of some rows through the same states, the packs in turns."""
+    states, rows = _states(n_steps * n_rows), dict[int, RowState | None].fromkeys(managers)
+    counts: dict[int, list[float]] = {n: [] for n in managers}
 
     def step(n: int, at: int) -> None:
-        rows[n], scores = managers[n].step(rows[n] if at % n_steps else None, states[at % n_steps : at % n_steps + 1])
-        counts[n].append(int(scores.coverage.evaluated[0]))
+        first = at % n_steps * n_rows
+        hidden = dict.fromkeys(managers[n].pack.sites, states[first : first + n_rows])
+        rows[n], scores = managers[n].step(rows[n] if at % n_steps else None, hidden)
+        counts[n].append(float(scores.coverage.evaluated.mean()))
 
     taken = interleaved({str(n): partial(step, n) for n in managers}, n_steps, n_warm=_WARM)
     found = []
-    for n in managers:
-        where = {"part": "step at scale", "n_probes": n, "hidden": HIDDEN, "dtype": "bfloat16", "batch": 1}
+    for n, manager in managers.items():
+        where = {"part": "step at scale", "n_probes": manager.pack.n_probes, "hidden": HIDDEN, "dtype": "bfloat16"}
+        where |= {"batch": n_rows, "n_sites": len(manager.pack.sites)}
         where["evaluated"] = round(float(np.mean(counts[n][_WARM:])), 1)
         found += rows_of({"ours": taken[str(n)]}, where, ours="ours", floor=None)
     return found
@@ -126,7 +136,7 @@ def _evaluating(pack: ProbePack, states: torch.Tensor) -> DynamicProbeManager:
         state: RowState | None = None
         evaluated = []
         for hidden in states.split(1):
-            state, scores = manager.step(state, hidden)
+            state, scores = manager.step(state, dict.fromkeys(pack.sites, hidden))
             evaluated.append(int(scores.coverage.evaluated[0]))
         mean = statistics.mean(evaluated)
         if abs(mean - N_EVALUATED) <= 0.02 * N_EVALUATED:

@@ -10,7 +10,7 @@ from conftest import HIDDEN, make_model, make_pack
 from corpora import make_tokenizer
 from nets import SHAPES, weights
 from probemon import DynamicProbeManager
-from probemon.core.inputs import prepare_input
+from probemon.core.inputs import FarTerms, prepare_input
 from probemon.core.probes import InputSpec
 from probemon.core.reference import score_reference
 from probemon.engine.kernels import score_probes
@@ -218,6 +218,22 @@ def test_a_corpus_is_not_scored_by_a_site_of_another_shape(tmp_path, change, wor
         list(CorpusScorer(manager, model, make_tokenizer(), Reading()).reader.states(shards(documents)))
 
 
+def check_few(numba_inputs, hidden, spec, dtype, values):
+    """All at once gives the same values, their largest where all are finite, and the same far states."""
+    width = hidden.shape[1]
+    generator = torch.Generator().manual_seed(1)
+    terms = FarTerms(torch.randn(width, generator=generator).double().numpy(), np.eye(1, width, dtype=np.float32), 9.0)
+    found, largest, far = numba_inputs.prepare_few(hidden, spec, dtype, terms)
+    assert torch.equal(found.view(torch.int32), values.view(torch.int32))
+    if values.isfinite().all():
+        assert largest is not None and np.array_equal(largest, values.abs().amax(dim=1).numpy())
+    else:
+        assert largest is None
+    exact = numba_inputs.prepare_numba(hidden, spec, torch.float32).contiguous().numpy()
+    assert np.array_equal(far, numba_inputs.far_few(exact, *terms))
+    assert numba_inputs.prepare_few(hidden, spec, dtype, None)[2] is None
+
+
 @pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -236,6 +252,7 @@ def test_compiled_code_prepares_inputs_to_the_last_bit(norm, dtype, of):
             number = ~expected.isnan()
             assert torch.equal(found[number], expected.float()[number])
             assert torch.equal(found.signbit()[number], expected.signbit()[number])
+            check_few(numba_inputs, hidden, spec, dtype, found)
     strided = torch.randn(64, 9, generator=generator).T
     spec = InputSpec("resid_post.0", norm, 1e-5)
     assert torch.equal(numba_inputs.prepare_numba(strided, spec, dtype), prepare_input(strided, spec, dtype).float())

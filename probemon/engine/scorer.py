@@ -88,6 +88,12 @@ class Scorer:
             NO_SCORE: "its score is not a number: with a state this large, sums of an active probe overflow float32",
         }
         self._hidden_size = self._parts[0].pack.architecture.hidden_size
+        self._thresholds = [
+            (tensor, tensor._version)
+            for one in (self.pack, *(part.pack for part in self._parts))
+            for tensor in (one.alert_threshold, one.expand_threshold)
+            if not tensor.is_inference()  # those have no version
+        ]
         self._familiar = _familiar_inputs([part.pack for part in self._parts], self.device, self.impl)
         self.plan = self.plan_with(())
         engines = engines_of(
@@ -304,7 +310,14 @@ class Scorer:
     def scores_of(
         self, plan: Plan, outcome: Outcome, audited: Mapping[str, Ints] | None = None, far: Ints | Tensor | None = None
     ) -> tuple[Scores, Mask]:
-        """Turn an outcome of a plan into scores, with what they cover, and the next retained sets."""
+        """Turn an outcome of a plan into scores, with what they cover, and the next retained sets. Raises `ConfigError`
+        where thresholds were written to: some of what was made of them when the manager was is older.
+        """
+        if any(tensor._version != version for tensor, version in self._thresholds):
+            raise ConfigError(
+                f"thresholds of {self.pack.name} were written to after the manager was made, which opens concepts by"
+                " the old ones: make another manager"
+            )
         n, p = len(outcome.unseen), self.pack.n_probes
         not_reached, unseen = p - outcome.n_active - outcome.n_dropped, ("",) * n
         none = np.zeros(n, dtype=np.int64)

@@ -3,7 +3,7 @@
     buffers = Buffers({"resid_post.15": layer})
     buffers.make_room((n_rows, n_tokens), width)    # before the forward
     buffers.keep("resid_post.15", hidden)           # inside it, traced: a copy and a count, which a graph repeats
-    for site, hidden in buffers.written(): ...      # after it
+    for site, hidden in buffers.written(): ...      # after it, copies
 
 A hook that did its work inside a graph would break it, and would not run at all when a captured one is replayed. What
 is traced here is a copy into memory that lies still, and one added to a count, by which a graph made without us, and
@@ -62,15 +62,19 @@ class Buffers:
         """Whether there is room for such states, so that `keep` may be traced."""
         return site in self._room and hidden.dim() == 3 and hidden.shape[2] == self._room[site].shape[2]
 
-    def make_room(self, shape: tuple[int, ...], width: int) -> None:
-        """Make room before a forward of `shape` rows and tokens.
-
-        Tokens are rounded up to a power of two: a new buffer makes a graph anew.
-        """
+    def begin(self) -> None:
+        """Note that the calling thread is in a forward, watched or not: what it runs is written to the same room."""
         with self._lock:
             alive = {thread.ident for thread in threading.enumerate()}
             open_now = {thread for thread in self._open if thread in alive} | {threading.get_ident()}
             self._open = dict.fromkeys(open_now, len(open_now) > 1)
+
+    def make_room(self, shape: tuple[int, ...], width: int) -> None:
+        """Begin a forward of `shape` rows and tokens, with room for its states.
+
+        Tokens are rounded up to a power of two: a new buffer makes a graph anew.
+        """
+        self.begin()
         for site, module in self._modules.items():
             (n_rows, n_tokens), (wide, flat) = shape, self._own.get(site, (width, False))
             if wide is None:
@@ -96,27 +100,30 @@ class Buffers:
         written[1].fill_(hidden.shape[0])
         written[2].fill_(hidden.shape[1])
 
-    def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the sites that `keep` was run for since `make_room`, with their states.
+    def written(self) -> list[tuple[str, Tensor]]:
+        """End the calling thread's forward; return the sites that `keep` was run for since `make_room`, with copies of
+        their states.
 
         Raises `AlignmentError` if another thread's forward ran meanwhile.
         """
-        before, shared = self._forward.before, self.abandon()
-        for site, count in before.items():
+        found = []
+        for site, count in self._forward.before.items():
             now, n_rows, n_tokens = self._written[site].tolist()
-            if now == count:
-                continue
+            if now != count:
+                found.append((site, now - count, self._room[site][:n_rows, :n_tokens].clone()))
+        shared = self.abandon()  # only now: who begins after it may write
+        for site, n_times, _ in found:
             if shared:
                 raise AlignmentError(
                     f"threads ran a compiled host at once, and both wrote to the buffer of {site}: whose states are"
                     " there cannot be told. Generate in one thread at a time"
                 )
-            if now != count + 1:
+            if n_times != 1:
                 raise AlignmentError(
-                    f"{site} was run {now - count} times in one compiled call, and only its last states are there:"
+                    f"{site} was run {n_times} times in one compiled call, and only its last states are there:"
                     " whose they are cannot be told. Compile the layers, or what runs once"
                 )
-            yield site, self._room[site][:n_rows, :n_tokens]
+        return [(site, states) for site, _, states in found]
 
     def abandon(self) -> bool:
         """End the calling thread's forward, however it went; return whether another thread's ran meanwhile."""

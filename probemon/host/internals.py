@@ -173,6 +173,11 @@ def forget_generates_graph(model: nn.Module) -> bool:
     return vars(model).pop("_compiled_call", None) is not None
 
 
+def has_generates_graph(model: nn.Module) -> bool:
+    """Whether `generate()` keeps what it compiled by itself."""
+    return vars(model).get("_compiled_call") is not None
+
+
 def attention_kind(config: Any) -> str:
     """Return the name of a host's attention ("sdpa", "paged|sdpa"), which its configuration keeps privately."""
     return str(getattr(config, "_attn_implementation", ""))

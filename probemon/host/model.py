@@ -23,6 +23,7 @@ from probemon.host.internals import (
     compiled_attributes,
     forget_generates_graph,
     has_accelerate_hook,
+    has_generates_graph,
     is_adaption_prompt_class,
     is_dropout,
     is_tuner_class,
@@ -211,6 +212,11 @@ def weights_in_memory(module: nn.Module) -> Any:
 def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
     """Return the modules of a model that were compiled, each with the attribute that was."""
     return [(module, name) for module in model.modules() for name in compiled_attributes(module)]
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether it, or a part of it, was compiled, by its user or by its `generate()`."""
+    return has_generates_graph(model) or bool(compiled_parts(model))
 
 
 def forget_compiled(model: Any) -> None:

@@ -114,7 +114,7 @@ class DecoderHooks:
             stack.callback(failing.remove)
             stack.enter_context(self._tap)
             if self.model is not self.decoder and self.abilities.drops_mask():
-                stack.callback(self.model.register_forward_pre_hook(refuse_padding, with_kwargs=True).remove)
+                stack.callback(self.model.register_forward_pre_hook(self._refuse_padding, with_kwargs=True).remove)
             opening = self.decoder.register_forward_pre_hook(
                 self._bracket.unless(self._before_forward), with_kwargs=True
             )
@@ -180,6 +180,8 @@ class DecoderHooks:
     # -- one forward -----------------------------------------------------------------------------
 
     def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        if self._in_parts or self._bracket.is_open:
+            self._begin_compiled(args, kwargs)
         if self._threads.one_thread and self._threads.in_other:
             return
         begin = time.perf_counter()
@@ -211,6 +213,20 @@ class DecoderHooks:
             self._take_states(site, states)
         if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
             self.close_forward()
+
+    def _refuse_padding(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._threads.in_other:
+            refuse_padding(model, args, kwargs)
+
+    def _begin_compiled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+        """Begin a forward whose states compiled code writes to the buffers, whoever watches it."""
+        given = {**dict(zip(self._signature, args, strict=False)), **(kwargs or {})}
+        ids = given.get("input_ids")
+        shape = getattr(given.get("inputs_embeds") if ids is None else ids, "shape", ())[:2]
+        if len(shape) == 2 and given.get("cu_seq_lens_q") is None:
+            self._tap.buffers.make_room(tuple(shape), self._width)
+        else:
+            self._tap.buffers.begin()
 
     def _is_ours(self, generation: Generation | None) -> bool:
         """Whether a forward is to be watched: not a draft, and not what only another run follows."""
@@ -262,8 +278,6 @@ class DecoderHooks:
             placed = [generation.beam_tokens(part) for part in placed]
         thread.pending = [PendingTokens(generation, recording, part) for part in placed]
         thread.open_recording, thread.shape = recording, forward.ids.shape
-        if self._in_parts or self._bracket.is_open:
-            self._tap.buffers.make_room(thread.shape, self._width)
         if cache is not None:
             self.recordings.remember_cache(cache, recording)
         return True
@@ -407,7 +421,9 @@ class DecoderHooks:
         self._score_pending(f"the host did not run through {', '.join(missing)}")
 
     def _after_any(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
-        if self.thread.inside:  # it raised: what follows one that ended has not run
+        if self._threads.one_thread and self._threads.in_other:
+            self._tap.buffers.abandon()
+        elif self.thread.inside:  # it raised: what follows one that ended has not run
             self._forward_failed()
 
     def _forward_failed(self) -> None:
@@ -423,6 +439,7 @@ class DecoderHooks:
         thread = self.thread
         thread.inside = False
         if not thread.shape:
+            self._tap.buffers.abandon()
             return
         for site, hidden in self._tap.buffers.written():
             self._take_states(site, hidden)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -55,6 +55,7 @@ class Generation:
     `by_hand`: a loop of the user's.
     `prompt_checked`: the first token was sampled, and what was run before is the prompt that was given.
     `sampled`: a token was just now, and which rows it ended is not known yet.
+    `beside`: what other runs, and this one, know of it.
     """
 
     recording: Recording
@@ -78,6 +79,7 @@ class Generation:
     by_hand: bool = False
     prompt_checked: bool = False
     sampled: bool = False
+    beside: Sequence[Generation] = ()
 
     def prepare_forward(self, ids: Any, mask: Any) -> None:
         """Take what `generate` is about to run: the sequence, or the next chunk of its prompt, and its mask, if any."""
@@ -246,8 +248,9 @@ class Generation:
             self.raising = error
 
     def hide_from(self, column: int) -> None:
-        """Let no held streamer show anything from `column` on."""
-        self.stop_column = column if self.stop_column is None else min(column, self.stop_column)
+        """Let no held streamer show anything from `column` on, of any run that follows the same generation."""
+        for one in (self, *self.beside):
+            one.stop_column = column if one.stop_column is None else min(column, one.stop_column)
 
     def row_stops(self, row: int) -> bool:
         """Whether this row is to end at its next token."""
@@ -289,10 +292,13 @@ class PendingTokens:
 
 
 class Followers(threading.local):
-    """By model, how many runs follow the generation that this thread is in, and when the newest of them began."""
+    """By model, how many runs follow the generation that this thread is in, what each knows of it, and when the newest
+    of them began.
+    """
 
     def __init__(self) -> None:
         self.models: Counter[int] = Counter()
+        self.generations: defaultdict[int, list[Generation]] = defaultdict(list)
         self.begun: dict[int, int] = {}
 
 

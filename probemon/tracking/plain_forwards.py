@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,13 @@ from probemon.tracking.run_recordings import RunRecordings
 LOG = logging.getLogger("probemon")
 
 
+class _Shown(threading.local):
+    """The ids of the newest plain forwards of a thread."""
+
+    def __init__(self) -> None:
+        self.ids: deque[Ints] = deque(maxlen=8)
+
+
 class PlainForwards:
     """`acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error."""
 
@@ -38,8 +46,7 @@ class PlainForwards:
         self, model: Any, decoder: torch.nn.Module, recordings: RunRecordings, acts: Callable[[], bool]
     ) -> None:
         self._model, self._decoder, self._recordings, self._acts = model, decoder, recordings, acts
-        self._shown: deque[Ints] = deque(maxlen=8)  # ids of the newest plain forwards
-        self._warned = False
+        self._shown, self._warned = _Shown(), False
 
     def is_of_another_head(self, thread: ThreadState, forward: Forward, cache: Any) -> bool:
         """Whether a plain forward is of a `generate()` that was under way when we came; of any other it is an error."""
@@ -86,8 +93,8 @@ class PlainForwards:
         """
         if forward.start > 0:
             return forward.ids.shape[1] == 1
-        decodes = any(_continues(forward.ids, before) for before in self._shown)
-        self._shown.append(forward.ids)
+        decodes = any(_continues(forward.ids, before) for before in self._shown.ids)
+        self._shown.ids.append(forward.ids)
         return decodes
 
     def report_layer_alone(self, site: str) -> None:

@@ -14,16 +14,16 @@ class WatchedThreads:
     """`one_thread`: only what the thread generates that attaches."""
 
     def __init__(self, one_thread: bool) -> None:
-        self.one_thread, self._attached = one_thread, 0
+        self.one_thread, self._here = one_thread, threading.local()  # no number, which is another thread's later
 
     def attach(self) -> None:
         """Begin, in the calling thread."""
-        self._attached = threading.get_ident()
+        self._here.attached = True
 
     @property
     def attached_here(self) -> bool:
         """Whether the calling thread is the one that attached."""
-        return threading.get_ident() == self._attached
+        return hasattr(self._here, "attached")
 
     @property
     def in_other(self) -> bool:

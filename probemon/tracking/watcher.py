@@ -28,10 +28,10 @@ from transformers import StoppingCriteriaList
 
 from probemon.core.scores import Gap
 from probemon.core.shadow import shadow
-from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.changes import HostMark
 from probemon.host.internals import proposes_tokens, shadow_prepared_inputs, shadow_stopping_criteria
-from probemon.host.model import is_encoder_decoder
+from probemon.host.model import is_compiled, is_encoder_decoder
 from probemon.host.ranks import Ranks
 from probemon.host.site import Site
 from probemon.tracking.align import SequenceColumns
@@ -170,6 +170,12 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
+            if any(not one.attached_here for one in _OPEN if one.model is self.model) and is_compiled(self.model):
+                raise NotSupportedHost(
+                    "another thread watches this compiled host, and to watch it here, too, its graphs are made anew,"
+                    " which torch does not survive while that thread runs them. Watch all threads with one run, attach"
+                    " one after the other, or leave the host as it is"
+                )
             self._threads.attach()
             self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
@@ -311,6 +317,8 @@ class Watcher:
         """While the block runs, forwards of the calling thread are of this generation."""
         self._hooks.thread.generation = generation
         FOLLOWING.models[id(self.model)] += 1
+        generation.beside = beside = FOLLOWING.generations[id(self.model)]
+        beside.append(generation)
         FOLLOWING.begun[id(self.model)] = next(ORDER)
         self._running.append(generation)
         if self._take_stop():
@@ -329,6 +337,7 @@ class Watcher:
             finally:
                 self._running.remove(generation)
                 FOLLOWING.models[id(self.model)] -= 1
+                beside.pop()  # the newest: their blocks lie in one another
                 self._hooks.forget_thread()
                 generation.recording.close()
 

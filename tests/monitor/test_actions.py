@@ -286,6 +286,19 @@ def test_hold_hides_the_token_that_met_the_rule(manager, model, options):
     assert streamer.withheld == out[11 + at :] and len(streamer.withheld) >= 2
 
 
+@pytest.mark.parametrize("holds", [0, 1])
+def test_hold_hides_the_token_at_which_another_run_stopped(manager, model, holds):
+    free, above, at = loudest(manager, model)
+    inner = Collect()
+    with manager.attach(model) as first, manager.attach(model) as second:
+        runs = first, second
+        runs[1 - holds].on("c9", above=above, action="stop")
+        streamer = runs[holds].hold(inner)
+        out = model.generate(PROMPT, **GREEDY, streamer=streamer)[0].tolist()
+    assert out == free[: len(out)] and len(out) == 5 + at + 2  # one more was sampled by then
+    assert streamer.withheld == out[5 + at :]
+
+
 def test_hold_hides_the_token_at_which_a_callable_stopped(manager, model):
     free, above, at = loudest(manager, model)
     for stop in ("stop", "stop_mine"):

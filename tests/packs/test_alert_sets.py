@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import HIDDEN, make_pack
+from conftest import HIDDEN, make_model, make_pack
 from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, PackCorrupt, PackError
@@ -240,3 +240,19 @@ def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):
     alerts = calibrate_alerts([np.random.default_rng(0).random((400, 1))], fpr=0.1)
     calibrated = write_calibrated(other, tmp_path / "calibrated", watched=[3], alerts=alerts).manifest["quality"]
     assert list(calibrated["alerts"].pop("each")["concepts"]) == ["c3"] and calibrated == expected
+
+
+@pytest.mark.parametrize("name", ["alert_threshold", "expand_threshold"])
+@pytest.mark.parametrize("of", ["pack", "member", "group"])
+def test_thresholds_that_were_written_to_are_no_thresholds_of_a_manager(tmp_path, name, of):
+    """What opens a concept, and what fires, is made of them at different times."""
+    model = make_model()
+    packs = {key: make_pack(tmp_path / key, model, seed=i) for i, key in enumerate("ab")}
+    manager = DynamicProbeManager(packs["a"] if of == "pack" else packs)
+    hidden = torch.zeros(1, HIDDEN)
+    manager.step(None, {site: hidden for site in manager.pack.sites})
+    written = manager.pack if of != "member" else packs["b"]
+    getattr(written, name)[:1] = 0.05
+    with pytest.raises(ConfigError, match="written to after the manager was made"):
+        manager.step(None, {site: hidden for site in manager.pack.sites})
+    DynamicProbeManager(packs["a"] if of == "pack" else packs).step(None, {s: hidden for s in manager.pack.sites})

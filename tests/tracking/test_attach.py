@@ -23,6 +23,7 @@ from conftest import EOS, OLDEST, PAD, make_model, n_hooks, not_in_oldest
 from oracle import check, expected
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding, NotSupportedHost
+from probemon.host.compiled import Buffers
 from probemon.tracking.recording import BEFORE, LAST
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
@@ -847,6 +848,51 @@ def test_two_threads_in_one_compiled_host_at_once_are_refused(pack):
             pool.submit(model, PROMPT).result()
     torch._dynamo.reset()
     assert len(told) == 2 and all("threads ran a compiled host at once" in text for text in told)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_unwatched_thread_in_a_compiled_host_is_noticed_and_left_alone(pack):
+    """It writes to the same buffer, whoever is watched, and however many rows and tokens it has."""
+    torch._dynamo.reset()
+    model, manager = make_model(), DynamicProbeManager(pack)
+    model.model.layers[1].compile(backend="eager")
+    many, done = PROMPT.repeat(3, 4), []
+    expected = make_model()(many, use_cache=False).logits
+    begun, over = threading.Event(), threading.Event()
+
+    def wait(module, args):
+        if threading.current_thread() is other:
+            begun.set()
+            over.wait(60)
+
+    other = threading.Thread(target=lambda: done.append(model(many, use_cache=False).logits))
+    with manager.attach(model, one_thread=True) as run:
+        model(PROMPT)
+        handle = model.model.layers[2].register_forward_pre_hook(wait)
+        other.start()
+        begun.wait(60)
+        with pytest.raises(AlignmentError, match="threads ran a compiled host at once"):
+            model(PROMPT.flip(1), use_cache=False)
+        over.set()
+        other.join()
+        handle.remove()
+        later = torch.tensor([[1, 33, 8]])
+        model(later)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(NotSupportedHost, match="another thread watches"):
+            pool.submit(manager.attach(model).__enter__).result()
+    torch._dynamo.reset()
+    assert len(done) == 1 and torch.allclose(done[0], expected, atol=1e-5)
+    plain(run, later, model, manager)
+
+
+def test_what_was_written_in_compiled_code_is_copied_while_nobody_else_may_write():
+    buffers = Buffers({"resid_post.0": torch.nn.Linear(2, 2)})
+    buffers.make_room((1, 2), 3)
+    buffers.keep("resid_post.0", torch.ones(1, 2, 3))
+    (found,) = buffers.written()
+    buffers.make_room((1, 2), 3)
+    buffers.keep("resid_post.0", torch.zeros(1, 2, 3))
+    assert torch.equal(found[1], torch.ones(1, 2, 3))
 
 
 def plain(run, ids, model, manager, **which):

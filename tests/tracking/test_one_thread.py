@@ -9,6 +9,7 @@ import torch
 from conftest import n_hooks
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.tracking.watched_threads import WatchedThreads
 
 PROMPTS = [torch.tensor([[1, 5, 9, 14, 20]]), torch.tensor([[1, 33, 8]])]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
@@ -81,3 +82,21 @@ def test_loops_by_hand_of_other_threads_and_continuous_batching_are_refused(mode
         with pytest.raises(NotSupportedDecoding, match="one_thread"):
             model.generate_batch([[1, 5, 9]], max_new_tokens=2)
     assert len(raised) == 1 and "one_thread" in raised[0]
+
+
+def test_a_thread_that_has_the_number_of_one_that_ended_is_another():
+    threads, numbers, others = WatchedThreads(one_thread=True), [], []
+
+    def attach():
+        threads.attach()
+        numbers.append(threading.get_ident())
+
+    def look():
+        if threading.get_ident() in numbers:
+            others.append(threads.in_other)
+
+    for work in (attach, *[look] * 50):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert others and all(others)

@@ -53,6 +53,8 @@ FIRST = {
     "host/twin.py": "abilities",
     "host/internals.py": "batching",
     "host/tap.py": "silence",
+    "host/compiled.py": "attach",
+    "tracking/generation.py": "actions",
     "offline/state_reader.py": "states",
     "tracking/hand_loop.py": "by_hand",
     "host/fingerprint.py": "corpus_hosts",
@@ -88,11 +90,16 @@ MUTATIONS = [
     ),
     (
         "tracking/align.py",
-        "real &= (first <= self.last_column)[:, None]",
-        "real &= (first < self.last_column)[:, None]",
+        "real = self.last_column >= column",
+        "real = self.last_column > column",
         "a row's last token is lost",
     ),
-    ("tracking/align.py", "real &= (first <= self.last_column)[:, None]", "pass", "rows that ended are fed on"),
+    (
+        "tracking/align.py",
+        "real = self.last_column >= column",
+        "real = self.last_column >= 0",
+        "rows that ended are fed on",
+    ),
     (
         "tracking/align.py",
         "        self.frontier = end\n",
@@ -168,7 +175,7 @@ MUTATIONS = [
     ),
     (
         "tracking/generation.py",
-        "if not seen.all() or first > max(self.scored_columns, self.prompt.columns):",
+        "if not all_seen or first > max(self.scored_columns, self.prompt.columns):",
         "if False:",
         "a held streamer shows a token that was not seen",
     ),
@@ -192,8 +199,8 @@ MUTATIONS = [
     ),
     (
         "tracking/generation.py",
-        "call.ended(ends if pads else np.zeros(len(ends), dtype=bool))",
-        "call.ended(np.zeros(len(ends), dtype=bool))",
+        "call.ended(ends if pads else [])",
+        "call.ended([])",
         "no row ever ends",
     ),
     (
@@ -262,8 +269,8 @@ MUTATIONS = [
     ),
     (
         "tracking/generation.py",
-        "int(placed.columns.max()) + 1\n",
-        "int(placed.columns.max()) + 2\n",
+        "placed.columns.max()) + 1\n",
+        "placed.columns.max()) + 2\n",
         "a held streamer shows a token before its score",
     ),
     (
@@ -287,8 +294,8 @@ MUTATIONS = [
     ("host/compiled.py", "written[0].add_(1)", "pass", "what a graph wrote is not counted"),
     (
         "host/compiled.py",
-        "yield site, self._room[site][:n_rows, :n_tokens]",
-        "yield site, self._room[site].flip(0)[:n_rows, :n_tokens]",
+        "self._room[site][:n_rows, :n_tokens].clone()))",
+        "self._room[site].flip(0)[:n_rows, :n_tokens].clone()))",
         "rows of a compiled host are exchanged",
     ),
     ("host/compiled.py", "if shared:", "if False:", "threads read one another's buffers"),
@@ -392,7 +399,7 @@ MUTATIONS = [
     ),
     (
         "tracking/watcher.py",
-        'frozenset({"beside"} if self._running or self._threads.one_thread else ())',
+        'frozenset({"beside"} if self._running or self._n_beside else ())',
         "frozenset()",
         "two sequences in one module's state are scored",
     ),
@@ -453,6 +460,30 @@ MUTATIONS = [
         "rows and tokens of another forward are scored",
     ),
     (
+        "host/compiled.py",
+        "self._room[site][:n_rows, :n_tokens].clone()",
+        "self._room[site][:n_rows, :n_tokens]",
+        "states of a compiled host are read where the next forward writes",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "            self._begin_compiled(args, kwargs)\n",
+        "            self._threads.in_other or self._begin_compiled(args, kwargs)\n",
+        "of a compiled host, a thread that is not watched writes unseen",
+    ),
+    (
+        "tracking/generation.py",
+        "for one in (self, *self.beside):",
+        "for one in (self,):",
+        "a held streamer shows where another run stopped",
+    ),
+    (
+        "tracking/watched_threads.py",
+        'hasattr(self._here, "attached")',
+        "True",
+        "a run of one thread watches every thread",
+    ),
+    (
         "host/tap.py",
         "return standing.holds(layers) and all(",
         "return all(",
@@ -503,8 +534,8 @@ MUTATIONS = [
     ),
     (
         "packs/opened.py",
-        "self.input_limit[first : first + len(limits)] = limits",
-        "self.input_limit[first : first + len(limits)] = np.inf",
+        "self.input_limit[probes] = limits",
+        "self.input_limit[probes] = np.inf",
         "no weight is too large for any state",
     ),
     (
@@ -656,13 +687,13 @@ MUTATIONS = [
     ),
     (
         "tracking/watched_threads.py",
-        "return self.one_thread and threading.get_ident() != self._attached",
+        "return self.one_thread and not self.attached_here",
         "return False",
         "a run of one thread takes the forwards of others for its own",
     ),
     (
         "tracking/watched_threads.py",
-        "return self.one_thread and threading.get_ident() != self._attached",
+        "return self.one_thread and not self.attached_here",
         "return self.one_thread",
         "a run of one thread does not see its own",
     ),

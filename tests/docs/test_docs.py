@@ -253,10 +253,8 @@ def test_tables_of_the_benchmark_are_those_of_its_result_file():
         if row["part"] == "scoring" and not row["method"].startswith("floor"):
             cells.setdefault((row["hidden"], row["dtype"], row["n_probes"], row["batch"]), {})[row["method"]] = row
     fastest = {cell: min(rows, key=lambda name: rows[name]["median_us"]) for cell, rows in cells.items()}
-    assert {cell[:2] for cell, name in fastest.items() if cell[3] == 1 and "ours" not in name} == {(4096, "float32")}
-    assert "in every cell but those in fp32 at D = 4,096" in page
-    assert not any("ours" in name for cell, name in fastest.items() if cell[3] == 64 and cell[1] == "bfloat16")
-    assert "For 64 states in bf16 another way is faster in every cell" in page
+    assert {name for name in fastest.values()} <= {"ours (numba)", "ours (numba), int8 copies"}
+    assert "Ours is the fastest of the ways that were measured in every cell" in page
     paged = {row["method"]: row for row in measured["rows"] if row["part"] == "paging"}
     assert (
         f"{paged['paged, copies in RAM']['ratio_to_ours']:.1f} times" in page

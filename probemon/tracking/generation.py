@@ -81,6 +81,11 @@ class Generation:
     sampled: bool = False
     beside: Sequence[Generation] = ()
 
+    def join(self, followed: list[Generation]) -> None:
+        """Join what other runs know of the generation that the calling thread is in."""
+        self.beside = followed
+        followed.append(self)
+
     def prepare_forward(self, ids: Any, mask: Any) -> None:
         """Take what `generate` is about to run: the sequence, or the next chunk of its prompt, and its mask, if any."""
         self.prepared = True
@@ -250,7 +255,11 @@ class Generation:
     def hide_from(self, column: int) -> None:
         """Let no held streamer show anything from `column` on, of any run that follows the same generation."""
         for one in (self, *self.beside):
-            one.stop_column = column if one.stop_column is None else min(column, one.stop_column)
+            one.hide_here_from(column)
+
+    def hide_here_from(self, column: int) -> None:
+        """Let no held streamer of this run show anything from `column` on."""
+        self.stop_column = column if self.stop_column is None else min(column, self.stop_column)
 
     def row_stops(self, row: int) -> bool:
         """Whether this row is to end at its next token."""

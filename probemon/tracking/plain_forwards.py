@@ -36,7 +36,7 @@ class _Shown(threading.local):
     """The ids of the newest plain forwards of a thread."""
 
     def __init__(self) -> None:
-        self.ids: deque[Ints] = deque(maxlen=8)
+        self.newest: deque[Ints] = deque(maxlen=8)
 
 
 class PlainForwards:
@@ -93,8 +93,8 @@ class PlainForwards:
         """
         if forward.start > 0:
             return forward.ids.shape[1] == 1
-        decodes = any(_continues(forward.ids, before) for before in self._shown.ids)
-        self._shown.ids.append(forward.ids)
+        decodes = any(_continues(forward.ids, before) for before in self._shown.newest)
+        self._shown.newest.append(forward.ids)
         return decodes
 
     def report_layer_alone(self, site: str) -> None:

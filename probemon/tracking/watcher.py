@@ -317,8 +317,8 @@ class Watcher:
         """While the block runs, forwards of the calling thread are of this generation."""
         self._hooks.thread.generation = generation
         FOLLOWING.models[id(self.model)] += 1
-        generation.beside = beside = FOLLOWING.generations[id(self.model)]
-        beside.append(generation)
+        followed = FOLLOWING.generations[id(self.model)]
+        generation.join(followed)
         FOLLOWING.begun[id(self.model)] = next(ORDER)
         self._running.append(generation)
         if self._take_stop():
@@ -337,7 +337,7 @@ class Watcher:
             finally:
                 self._running.remove(generation)
                 FOLLOWING.models[id(self.model)] -= 1
-                beside.pop()  # the newest: their blocks lie in one another
+                followed.pop()  # the newest: their blocks lie in one another
                 self._hooks.forget_thread()
                 generation.recording.close()
 

@@ -44,7 +44,7 @@ def measure(numbers: Sequence[int], n_steps: int) -> dict[str, Any]:
         few = numbers[0]
         of_sites = _written(Path(scratch) / "sites", few, N_SITES)
         both = {few: managers[few], -few: _evaluating(of_sites, _states(n_steps))}
-        rows += [row for row in _steps(both, n_steps) if row["n_sites"] > 1]
+        rows += [row for row in _steps(both, n_steps) if row["part"] != "step at scale"]
     [opened] = [row for row in rows if row["part"] == "open at scale" and row["n_probes"] == numbers[-1]]
     middle = {row["n_probes"]: row["median_us"] for row in steps}
     claims = {
@@ -121,8 +121,10 @@ def _steps(managers: dict[int, DynamicProbeManager], n_steps: int, n_rows: int =
     taken = interleaved({str(n): partial(step, n) for n in managers}, n_steps, n_warm=_WARM)
     found = []
     for n, manager in managers.items():
-        where = {"part": "step at scale", "n_probes": manager.pack.n_probes, "hidden": HIDDEN, "dtype": "bfloat16"}
-        where |= {"batch": n_rows, "n_sites": len(manager.pack.sites)}
+        n_sites = len(manager.pack.sites)
+        of = f" of {n_rows} rows" if n_rows > 1 else f" of {n_sites} sites" if n_sites > 1 else ""
+        where = {"part": f"step{of} at scale", "n_probes": manager.pack.n_probes, "hidden": HIDDEN, "dtype": "bfloat16"}
+        where["batch"] = n_rows
         where["evaluated"] = round(float(np.mean(counts[n][_WARM:])), 1)
         found += rows_of({"ours": taken[str(n)]}, where, ours="ours", floor=None)
     return found

@@ -73,13 +73,21 @@ def scale(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         if row["part"].endswith(" at scale"):
             parts.setdefault(row["n_probes"], {})[row["part"].removesuffix(" at scale")] = row
-    lines = ["| probes | opened in | a manager made in | a step | evaluated in it |", "|---|---|---|---|---|"]
+    more = [name for name in ("step of 64 rows", "step of 8 sites") if any(name in rows for rows in parts.values())]
+    head = ["probes", "opened in", "a manager made in", "a step", "evaluated in it", *(f"a {name}" for name in more)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for n, rows in parts.items():
         opened, made = (rows[name]["median_us"] / 1e3 for name in ("open", "manager"))
         step = rows["step"]
-        lines.append(
-            f"| {n:,} | {opened:.0f} ms | {made:.0f} ms | {step['median_us']:.0f} µs | {step['evaluated']:.0f} |"
-        )
+        cells = [
+            f"{n:,}",
+            f"{opened:.0f} ms",
+            f"{made:.0f} ms",
+            f"{step['median_us']:.0f} µs",
+            f"{step['evaluated']:.0f}",
+        ]
+        cells += [f"{rows[name]['median_us']:,.0f} µs" if name in rows else "" for name in more]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

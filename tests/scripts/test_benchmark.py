@@ -48,6 +48,8 @@ def test_packs_of_different_sizes_do_the_same_work(monkeypatch):
     found = scale.measure((300, 1200), n_steps=20)
     steps = [row for row in found["rows"] if row["part"] == "step at scale"]
     assert [row["n_probes"] for row in steps] == [300, 1200] and all(45 < row["evaluated"] < 75 for row in steps)
+    others = {(row["part"], row["n_probes"]) for row in found["rows"] if row["part"].startswith("step of")}
+    assert others == {("step of 64 rows at scale", n) for n in (300, 1200)} | {("step of 8 sites at scale", 300)}
     assert found["claims"]["step_100k_vs_1k"] == steps[1]["median_us"] / steps[0]["median_us"]
     [opened] = [row for row in found["rows"] if row["part"] == "open at scale" and row["n_probes"] == 1200]
     assert found["claims"]["open_100k_ms"] == opened["median_us"] / 1e3

@@ -239,8 +239,6 @@ class _Generating:
             self._changed.notify_all()
 
     def _put(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None) -> None:
-        if threading.current_thread() is not self._thread:
-            return  # another generate() on the same model
         if self._closed:
             self._run.stop_mine()
         elif placed.phase == GENERATED or self._include_prompt:

@@ -32,6 +32,7 @@ TESTS = [
     "tests/tracking/test_attach.py",
     "tests/monitor/test_run.py",
     "tests/monitor/test_actions.py",
+    "tests/monitor/test_streams_beside.py",
     "tests/tracking/test_blindness.py",
     "tests/tracking/test_batching.py",
     "tests/host/test_hosts.py",
@@ -52,6 +53,7 @@ FIRST = {
     "host/trials.py": "abilities",
     "host/twin.py": "abilities",
     "host/internals.py": "batching",
+    "monitor/stream.py": "streams_beside",
     "host/tap.py": "silence",
     "host/compiled.py": "attach",
     "tracking/generation.py": "actions",
@@ -181,9 +183,9 @@ MUTATIONS = [
     ),
     (
         "monitor/stream.py",
-        "if threading.current_thread() is not self._thread:",
-        "if False:",
-        "a stream gives another generation's tokens",
+        "one_thread=True,",
+        "one_thread=False,",
+        "a stream gives another generation's tokens, and acts on it",
     ),
     (
         "tracking/generation.py",

@@ -58,6 +58,7 @@ class ProcessMetrics(Follower):
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
         self._newest: tuple[str, ...] | None = None  # of these
         self._highest = defaultdict[str, weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
+        self._alarms: weakref.WeakKeyDictionary[object, dict[str, int]] = weakref.WeakKeyDictionary()
         self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by ladder and by breaker
         self._lock = threading.RLock()
         self._scraped = ScrapedMetrics()
@@ -148,6 +149,14 @@ class ProcessMetrics(Follower):
         with self._lock:
             self._highest[name][of] = value
             self._families[name].set(max(self._highest[name].values()))
+
+    def set_alarms(self, of: object, numbers: Mapping[str, int]) -> None:
+        """Say how many alarms of drift hold by kind, of one monitor; each kind shows the most of any that is there."""
+        with self._lock:
+            self._alarms[of] = dict(numbers)
+            for kind in numbers:
+                most = max(known.get(kind, 0) for known in self._alarms.values())
+                self._families["probemon_drift_alarms"].labels(kind).set(most)
 
     def _forget(self, name: str, of: object) -> None:
         """Forget the value of a gauge of what one run alone had, which has ended; what several share goes on."""

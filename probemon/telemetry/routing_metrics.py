@@ -11,9 +11,10 @@ experts has some hundreds, are those of recorders that are open, or of the last 
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -56,6 +57,13 @@ class RoutingSums:
                 now = of_open if now is None else of_open.after(now)
         if now is not None:
             yield from now.families()
+
+
+# What several recorders that are open say together; of anything else the newest one's is shown.
+_OF_ALL: Mapping[str, Callable[[float, float], float]] = {
+    "probemon_routing_alerts": operator.add,
+    "probemon_routing_unjudged": max,
+}
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,14 @@ class _Snapshot:
         return _Snapshot(counts, self.gauges, histograms)
 
     def beside(self, other: _Snapshot) -> _Snapshot:
-        """Return this with counts and metrics of another that goes on; of what both have, these metrics."""
-        return replace(self.after(other), gauges={**other.gauges, **self.gauges})
+        """Return this with counts and metrics of another that goes on; of what both have, these metrics, the alerts of
+        both, and what takes the other longer to judge.
+        """
+        gauges = {**other.gauges, **self.gauges}
+        for sample, value in other.gauges.items():
+            if sample in self.gauges and sample[0] in _OF_ALL:
+                gauges[sample] = _OF_ALL[sample[0]](value, self.gauges[sample])
+        return replace(self.after(other), gauges=gauges)
 
     def families(self) -> Iterator[Any]:
         """Yield them for `prometheus_client`, in the order of the table."""

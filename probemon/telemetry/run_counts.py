@@ -141,9 +141,7 @@ class RunCounts(Follower):
         """Ask for the alarms of drift: one can be raised, or end, with a request."""
         drift = self._run.drift
         if drift is not None:
-            gauge = self._metrics.family("probemon_drift_alarms")
-            for kind, n in drift.counts().items():
-                gauge.labels(kind).set(n)
+            self._metrics.set_alarms(drift, drift.counts())
 
     def closed(self, run: MonitorRun) -> None:
         """Count what came with the end."""

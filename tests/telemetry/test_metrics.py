@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -305,9 +306,17 @@ def test_drift_alarms_are_shown_by_kind(pack, tmp_path):
         host.model.layers[0].mlp.down_proj.weight.mul_(3)
     with pytest.warns(UserWarning, match="weights"):
         watch(drift)
-    found = read(metrics)
-    shown = {dict(labels)["kind"]: n for (name, labels), n in found.items() if name == "probemon_drift_alarms"}
-    assert shown == drift.counts() and shown["host"] == 1
+
+    def shown():
+        found = read(metrics).items()
+        return {dict(labels)["kind"]: n for (name, labels), n in found if name == "probemon_drift_alarms"}
+
+    assert shown() == drift.counts() and shown()["host"] == 1
+    with torch.no_grad():
+        host.model.layers[0].mlp.down_proj.weight.div_(3)
+    calm = DriftMonitor(manager, tmp_path / "reference.json")
+    watch(calm)  # what another monitor has not is no end of what this one has
+    assert calm.counts()["host"] == 0 and shown()["host"] == drift.counts()["host"] == 1
 
 
 def test_exemplars_are_of_the_request_and_its_trace_and_bounded(model, pack):
@@ -382,6 +391,22 @@ def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
     assert of(after, "probemon_routing_tokens_total", seen="yes") == n_tokens
     with pytest.raises(ConfigError, match="give a RoutingMonitor"), metrics.routing(model):
         pass
+
+
+def test_alerts_of_all_monitors_that_are_open_are_shown():
+    metrics = fresh()
+    rules = (Rule("busy", "effective_experts", raise_at=0.5, clear_at=0.1, window=8, in_a_row=1),)
+    with ExitStack() as stack:
+        monitors = []
+        for model, n_rows in ((make_moe(), 60), (make_moe(), 60), (make_moe("olmoe"), 1)):
+            monitors.append(stack.enter_context(RoutingMonitor(model, rules=rules)))
+            stack.enter_context(metrics.routing(monitors[-1]))
+            model(torch.randint(1, 60, (n_rows, 10)))
+        n_alerts = [len(monitor.alerts) for monitor in monitors]
+        assert min(n_alerts[:2]) > 0 == n_alerts[2]
+        assert of(read(metrics), "probemon_routing_alerts", kind="busy") == sum(n_alerts)
+        unjudged = [monitor.report()["unjudged"].get("busy", 0) for monitor in monitors]
+        assert of(read(metrics), "probemon_routing_unjudged", kind="busy") == max(unjudged) > 0
 
 
 def test_routing_of_a_run_is_in_its_metrics(tmp_path):

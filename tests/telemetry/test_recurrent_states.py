@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import PAD, n_hooks
 from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost
 from probemon.telemetry.recurrent import StateMonitor
+from probemon.telemetry.recurrent.tally import StateTally, Told
 from recurrent_hosts import BATCH, GREEDY, HOSTS, HYBRID, SIZES, cache_in, cache_of, make_host
 
 
@@ -133,6 +134,36 @@ def test_a_second_turn_has_a_past_that_is_unknown():
     said = monitor.report()["ssm.0"]
     assert monitor.n_unknown == monitor.n_tokens == 3 + 6 and said["length_mean"] is None and "norm" not in said
     assert said["delta_p50"] > 0
+
+
+def told(positions, length=1.0, grown=math.nan):
+    """What one layer with one head does with tokens at these positions of a row."""
+    n = len(positions)
+    ones = torch.ones(1, n, 1)
+    return Told(ones, -ones, length * ones, torch.tensor(positions), ones[..., 0], ones[..., 0], grown * ones[..., 0])
+
+
+def test_alerts_of_which_nothing_was_looked_at_are_not_judged():
+    """Rows that end before token 64, or token 1,025, say nothing of a state that is full, or that grows."""
+    tally = StateTally(["ssm.0"], (0.0, math.inf))
+    assert tally.needed == {"short": 512, "full": 512, "at limit": 512, "grows": 1025}
+    for _ in range(30):
+        tally.add(told(list(range(40)), length=40.0))
+    assert tally.needed == {"full": 512, "grows": 1025}
+    tally.add(told(list(range(600)), length=600.0))
+    assert tally.needed == {"grows": 1025}
+    tally.add(told(list(range(1024, 1030)), grown=1.0))
+    assert tally.needed == {}
+
+
+def test_what_a_row_does_not_know_yet_ends_no_alert_of_another():
+    tally = StateTally(["ssm.0"], (0.0, math.inf))
+    tally.add(told([1024, 1025], grown=3.0))
+    assert [alert.kind for alert in tally.alerts] == ["grows"]
+    tally.add(told([0, 1, 2]))
+    assert [alert.kind for alert in tally.alerts] == ["grows"]
+    tally.add(told([1026], grown=1.0))
+    assert tally.alerts == []
 
 
 def test_alerts_hold_while_what_they_say_holds():

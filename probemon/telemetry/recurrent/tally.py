@@ -37,6 +37,8 @@ _ALERTS = {
     AT_LIMIT: ("share of steps at their limit", _MOST_AT_LIMIT),
     GROWS: (f"growth of the state in {WINDOW} tokens", _MOST_GROWTH),
 }
+# How many tokens it takes to judge a kind: of all rows, and for the last of one.
+_NEEDED = {SHORT: WINDOW, FULL: WINDOW, AT_LIMIT: WINDOW, GROWS: 2 * WINDOW + 1}
 _SKETCHED = 64  # tokens whose steps are added to the sketches together
 _CALM = 0.9  # of what raises an alert: under that it is over
 
@@ -99,7 +101,7 @@ class StateTally:
     ) -> None:
         self._names, self._limit, self._on_alert = names, limit, on_alert
         self._streams = [Stream(SSM, name, int(name.rpartition(".")[2])) for name in names]
-        self._n_judged = 0  # windows
+        self._judged: set[str] = set()  # kinds of which something was looked at
         self.n_tokens = self._n_finite = self._n_window = 0
         self._n_not_finite = [0] * len(names)
         self._n_known = self._n_full = self._n_window_known = 0  # of which all that came before was seen
@@ -118,8 +120,7 @@ class StateTally:
     @property
     def needed(self) -> dict[str, int]:
         """How many tokens it takes to judge the kinds of alert that are not judged yet."""
-        windows = {} if self._n_judged else dict.fromkeys((SHORT, FULL, AT_LIMIT), WINDOW)
-        return windows if self.n_tokens > 2 * WINDOW else {**windows, GROWS: 2 * WINDOW + 1}
+        return {kind: n for kind, n in _NEEDED.items() if kind not in self._judged}
 
     def add(self, told: Told, *, known: bool = True) -> None:
         """Count n tokens; judge alerts wherever a window is full. `known`: whether all tokens before were seen.
@@ -181,9 +182,12 @@ class StateTally:
         _add(self._sums, {"norm": told.norm.sum(-1), "share": told.share.sum(-1)})
         if told.state is not None and bool(told.state.isfinite().all()):
             self._state = told.state
-        grown = told.grown.nan_to_num(0.0).amax(dim=1).tolist()
-        for i, ratio in enumerate(grown):
-            self._judge(i, GROWS, ratio)
+        grown = told.grown[
+            :, ~told.grown.isnan().any(dim=0)
+        ]  # what is not known yet says nothing, also not that it is over
+        if grown.shape[1]:
+            for i, ratio in enumerate(grown.amax(dim=1).tolist()):
+                self._judge(i, GROWS, ratio)
 
     def _sketch(self) -> None:
         """Add the newest steps to the sketches, of several tokens at once: one by one they cost half of all."""
@@ -235,7 +239,6 @@ class StateTally:
 
     def _judge_window(self) -> None:
         window = self._window
-        self._n_judged += 1
         for i in range(len(self._names)):
             self._judge(i, AT_LIMIT, float(window["at_limit"][i]) / self._n_window)
             if self._n_window_known:
@@ -247,6 +250,7 @@ class StateTally:
     def _judge(self, i: int, kind: str, value: float) -> None:
         """Raise an alert of a layer, or clear it once it is clearly over; say where that is news."""
         metric, most = _ALERTS[kind]
+        self._judged.add(kind)
         holds = (i, kind) in self._raised
         alert = Alert(True, kind, metric, self._streams[i], value, most, self.n_tokens)
         if value > most:

@@ -141,7 +141,7 @@ class TokenScorer:
                 )
         if batches[0].placed.phase == PROMPT:
             return lambda report: self._score_prompts(batches, states, audit) if report else None
-        sets = [one.recording.retained_of(one.origin, in_order=one.origin is one.placed.rows) for one in batches]
+        sets = [_sets_of(one) for one in batches]
         before = sets[0] if len(sets) == 1 else np.concatenate(sets)
         if watch.number:  # what is left out since then may have been retained, and more may be always on
             before = watch.plan.taken_over(before)
@@ -198,6 +198,14 @@ class TokenScorer:
         circuit.failed()
         for batch in batches:
             self._publish_unseen(batch, unscored(error))
+
+
+def _sets_of(batch: _Batch) -> Mask:
+    """Return a copy of the retained sets that tokens start from; a step of all rows needs no more than to copy them."""
+    sets, rows = batch.recording.retained, batch.origin
+    if sets is None:  # before its first token a sequence retains nothing
+        return batch.recording.retained_of(rows)
+    return sets.copy() if rows is batch.placed.rows and len(rows) == len(sets) else sets[rows]
 
 
 def _bounds(batches: Sequence[_Batch]) -> list[int]:

@@ -147,12 +147,9 @@ class Recording:
                 " cache was made: were rows of the cache moved? Run rows in the order of the turn before, with its mask"
             )
 
-    def retained_of(self, rows: Ints, *, in_order: bool = False) -> Mask:
-        """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from. `in_order`: the
-        rows ascend, each once.
-        """
-        sets = self._retained()
-        return sets.copy() if in_order and len(rows) == len(sets) else np.take(sets, rows, axis=0)
+    def retained_of(self, rows: Ints) -> Mask:
+        """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from."""
+        return self._retained()[rows]
 
     def retain(self, rows: Ints, sets: Mask) -> None:
         """Replace the sets of these rows by `sets [len(rows), P]`."""

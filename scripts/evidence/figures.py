@@ -516,7 +516,7 @@ TABLES = {
     "corpus.json": (corpus,),
     "architectures.json": (architectures,),
     "bem_learns.json": (bem_distilled,),
-    "perf_track_quick.json": (forms,),
+    "perf_track_planted.json": (forms,),
     "perf_track.json": (demo_forms,),
     "bem_reason.json": (reason,),
     "form_launches.json": (launches,),

@@ -153,7 +153,7 @@ def test_what_recipes_do_to_hosts_is_what_was_measured():
 
 
 def test_forms_of_an_update_are_what_was_measured():
-    found, page = result("perf_track_quick.json"), page_of("docs/bem.md")
+    found, page = result("perf_track_planted.json"), page_of("docs/bem.md")
     assert flat(figures.forms(found)) in page and found["data"] == "random"
     assert all(claim["holds"] for claim in found["claims"].values()), found["claims"]
     mean = {}
@@ -165,7 +165,9 @@ def test_forms_of_an_update_are_what_was_measured():
     assert sum(mean["rank_mask", "low_rank"]) > own["rank_mask"] > sum(mean["rank_mask", "low_rank, rank 4"])
     apart = {task: max(mean[task, task]) - min(mean[task, task]) for task in own}
     assert f"its seeds are {apart.pop('rank_mask'):.2f} apart".replace("0.", ".") in page
-    assert max(apart.values()) <= 0.02
+    assert max(apart.values()) <= 0.08
+    assert {len(values) for values in mean.values()} == {5}
+    assert all(claim["holds"] for claim in result("perf_track_quick.json")["claims"].values())
 
 
 def test_what_kernels_of_forms_could_spare_is_what_was_counted():

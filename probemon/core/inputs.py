@@ -134,7 +134,7 @@ class FarTerms(NamedTuple):
 
 # Prepares few states: the values, the largest of each, and, where it is asked for, which are far. The largest are
 # missing where something is not finite.
-PrepareFew = Callable[[Tensor, InputSpec, torch.dtype, FarTerms | None], tuple[Tensor, Floats | None, "Ints | None"]]
+PrepareFew = Callable[[Tensor, InputSpec, torch.dtype, FarTerms | None], tuple[Tensor, Floats | None, Ints | None]]
 Normalise = Callable[[Tensor, InputSpec, torch.dtype], Tensor]
 
 

@@ -57,8 +57,7 @@ class ProcessMetrics(Follower):
         self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
         self._newest: tuple[str, ...] | None = None  # of these
-        self._highest = defaultdict[str, weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
-        self._alarms: weakref.WeakKeyDictionary[object, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._highest = defaultdict[tuple[str, ...], weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
         self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by ladder and by breaker
         self._lock = threading.RLock()
         self._scraped = ScrapedMetrics()
@@ -144,24 +143,18 @@ class ProcessMetrics(Follower):
         for labels, n in self._described.items():
             self._families["probemon_info"].labels(*labels).set(int(n > 0 or labels == self._newest))
 
-    def set_highest(self, name: str, of: object, value: float) -> None:
+    def set_highest(self, name: str, of: object, value: float, *labels: str) -> None:
         """Say the value of a gauge, which shows the highest, `of` what a run has, or several share."""
+        family = self._families[name]
         with self._lock:
-            self._highest[name][of] = value
-            self._families[name].set(max(self._highest[name].values()))
-
-    def set_alarms(self, of: object, numbers: Mapping[str, int]) -> None:
-        """Say how many alarms of drift hold by kind, of one monitor; each kind shows the most of any that is there."""
-        with self._lock:
-            self._alarms[of] = dict(numbers)
-            for kind in numbers:
-                most = max(known.get(kind, 0) for known in self._alarms.values())
-                self._families["probemon_drift_alarms"].labels(kind).set(most)
+            values = self._highest[name, *labels]
+            values[of] = value
+            (family.labels(*labels) if labels else family).set(max(values.values()))
 
     def _forget(self, name: str, of: object) -> None:
         """Forget the value of a gauge of what one run alone had, which has ended; what several share goes on."""
-        if of is not None and self._n_runs[of] == 1 and self._highest[name].pop(of, None) is not None:
-            self._families[name].set(max(self._highest[name].values(), default=0))
+        if of is not None and self._n_runs[of] == 1 and self._highest[name,].pop(of, None) is not None:
+            self._families[name].set(max(self._highest[name,].values(), default=0))
 
     def add_audit(self, audit: Audit) -> None:
         """Add what audited tokens say."""

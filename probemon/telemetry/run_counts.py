@@ -141,7 +141,8 @@ class RunCounts(Follower):
         """Ask for the alarms of drift: one can be raised, or end, with a request."""
         drift = self._run.drift
         if drift is not None:
-            self._metrics.set_alarms(drift, drift.counts())
+            for kind, n in drift.counts().items():
+                self._metrics.set_highest("probemon_drift_alarms", drift, n, kind)
 
     def closed(self, run: MonitorRun) -> None:
         """Count what came with the end."""

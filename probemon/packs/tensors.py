@@ -211,6 +211,4 @@ def largest_magnitudes(weights: Tensor) -> np.ndarray:
     largest: np.ndarray = (bits & bits.dtype.type((1 << (8 * size - 1)) - 1)).max(axis=1)
     if weights.dtype == torch.bfloat16:  # the upper half of an fp32
         return (largest.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return (
-        torch.from_numpy(largest.view(np.dtype(f"i{largest.itemsize}"))).view(weights.dtype).to(torch.float64).numpy()
-    )
+    return torch.from_numpy(largest).view(weights.dtype).to(torch.float64).numpy()

@@ -343,7 +343,7 @@ class DecoderHooks:
 
     def _report_layer_alone(self, site: str) -> None:
         thread = self.thread
-        if not (thread.has_run or self._threads.attached_here or site in thread.alone):
+        if self._threads.was_there and not thread.has_run and site not in thread.alone:
             thread.alone.add(site)  # this thread may have been inside a forward when another one attached
             return
         # What a generation, or a batching manager, samples says which of its tokens were not seen.

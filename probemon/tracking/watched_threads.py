@@ -8,6 +8,7 @@ threads.in_other                     # in any thread: whether what it runs is no
 from __future__ import annotations
 
 import threading
+import weakref
 
 
 class WatchedThreads:
@@ -15,15 +16,22 @@ class WatchedThreads:
 
     def __init__(self, one_thread: bool) -> None:
         self.one_thread, self._here = one_thread, threading.local()  # no number, which is another thread's later
+        self._before: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def attach(self) -> None:
         """Begin, in the calling thread."""
         self._here.attached = True
+        self._before = weakref.WeakSet(threading.enumerate())
 
     @property
     def attached_here(self) -> bool:
         """Whether the calling thread is the one that attached."""
         return hasattr(self._here, "attached")
+
+    @property
+    def was_there(self) -> bool:
+        """Whether the calling thread is another one, and older: it may have been inside a forward then."""
+        return not self.attached_here and threading.current_thread() in self._before
 
     @property
     def in_other(self) -> bool:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from arrangements import tokenizer
 from conftest import PAD
 from probemon import DynamicProbeManager
-from probemon.errors import ConceptRaised
+from probemon.errors import ConceptRaised, NotSupportedDecoding
 from probemon.monitor.sinks import MemorySink
 from probemon.telemetry.metrics import ProcessMetrics
 
@@ -154,5 +154,17 @@ def test_a_run_that_begins_in_the_middle_of_a_forward_of_another_thread_fails_no
         thread.join()
         handle.remove()
         out = model.generate(ids, **GREEDY)
+        late = []
+
+        def outside():
+            try:
+                model.model.forward(ids)  # by a thread that began after the run, so in no forward of before
+            except NotSupportedDecoding as error:
+                late.append(error)
+
+        thread = threading.Thread(target=outside)
+        thread.start()
+        thread.join()
+    assert len(late) == 1
     assert failed == [] and len(run.result(out)) == out.shape[1]
     assert len(run.result(generated[0])) == generated[0].shape[1]  # what that thread runs from then on is watched

@@ -144,8 +144,9 @@ def test_tokens_lanes_and_tree_are_walked_by_keys_and_lanes_by_pointer(page_brow
 def test_keys_keep_their_place_in_lists_that_are_drawn_anew(page_browser, page_server):
     names = [ask(page_server, text) for text in ("one", "two")]
     page = visit(page_browser, page_server, f"#answer={names[0]}")
-    page.until(ENDED)
-    page(f"document.querySelector('#runs a[href=\"#answer={names[1]}\"]').focus()")
+    link = f"document.querySelector('#runs a[href=\"#answer={names[1]}\"]')"
+    page.until(f"{ENDED} && {link} !== null")  # the list may come after the record of the answer that is shown
+    page(f"{link}.focus()")
     page.press("Enter")
     page.until(
         f"location.hash === '#answer={names[1]}' && document.activeElement.getAttribute('aria-current') === 'true'"

@@ -2,7 +2,7 @@
 
 mark = HostMark.of(model)                # what it is now; a walk over all modules, which takes milliseconds
 mark.switched()                          # in every forward: whether its adapters were switched, in microseconds
-HostMark.of(model).differs(mark)         # whether it is another than it was
+HostMark.of(model, mark).differs(mark)   # whether it is another than it was; in less than half the time where it is not
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ class HostMark:
     switches: list[Any]
 
     @staticmethod
-    def of(model: Any) -> HostMark:
-        """Return what a host is now."""
+    def of(model: Any, before: HostMark | None = None) -> HostMark:
+        """Return what a host is now: `before` itself where nothing was written to and no adapters of PEFT are on it.
+
+        All else that a state says comes with other parameters: modules that take the place of others, another dtype.
+        """
         modules = all_modules(model)
-        tuners = tuple(module for module in modules if switches_adapters(module))
         written = [*modules, *(part for one in _beside(model) for part in all_modules(one))]
         writes = hash(tuple(write_marks(module._parameters for module in written if module._parameters)))
+        if before is not None and before.writes == writes and not before.tuners:
+            return before
+        tuners = tuple(module for module in modules if switches_adapters(module))
         return HostMark(host_state(model), writes, tuners, adapter_switches(tuners))
 
     def switched(self) -> bool:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from types import FrameType
 from typing import Any
 
@@ -102,13 +102,13 @@ def write_marks(stores: Iterable[Mapping[str, Tensor | None]]) -> list[tuple[int
     """Return address and `_version` of each tensor: torch counts there how often a tensor was written in place.
 
     A tensor around others (quantised, sharded) has no address, and one that was made in inference mode no count.
+    Hundreds of tensors are asked between two forwards: the usual ones for nothing but these.
     """
-    return [
-        (id(p) if is_wrapping_tensor(p) else p.data_ptr(), 0 if p.is_inference() else p._version)
-        for store in stores
-        for p in store.values()
-        if p is not None
-    ]
+    tensors = [p for store in stores for p in store.values() if p is not None]
+    if not any(hasattr(kind, "__tensor_flatten__") for kind in set(map(type, tensors))):
+        with suppress(RuntimeError):  # of a tensor that has no count
+            return [(p.data_ptr(), p._version) for p in tensors]
+    return [(id(p) if is_wrapping_tensor(p) else p.data_ptr(), 0 if p.is_inference() else p._version) for p in tensors]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -26,7 +26,6 @@ import numpy as np
 
 from probemon.core.shadow import Owner, shadow
 from probemon.errors import AlignmentError, NotSupportedDecoding
-from probemon.host.changes import HostMark
 from probemon.host.internals import (
     attention_before_batches,
     batch_cache,
@@ -246,7 +245,7 @@ class ContinuousBatches:
                 else request.generation
             )
             ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
-            generation.recording.keep_output(output, ids, HostMark.of(self._model))
+            generation.recording.keep_output(output, ids, self._model)
             generation.recording.close()
             ended.append((generation, ids))
         return ended

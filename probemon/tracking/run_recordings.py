@@ -66,7 +66,7 @@ class RunRecordings:
         if known is not None and known.call.prompt_columns is None and known.call.frontier == start > 0:
             if not any(recording is known for recording in self.kept):  # all of it had been forgotten
                 self.kept.append(known)
-            known.keep_mark(HostMark.of(self._model))
+            known.keep_mark(self._model)
             return known
         # done, for all that is known: another forward may go on with it
         document = self.new(SequenceColumns(None), earlier=known, done=True)

@@ -29,7 +29,6 @@ from transformers import StoppingCriteriaList
 from probemon.core.scores import Gap
 from probemon.core.shadow import shadow
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding, NotSupportedHost
-from probemon.host.changes import HostMark
 from probemon.host.internals import proposes_tokens, shadow_prepared_inputs, shadow_stopping_criteria
 from probemon.host.model import is_compiled, is_encoder_decoder
 from probemon.host.ranks import Ranks
@@ -343,7 +342,7 @@ class Watcher:
 
     def _keep_output(self, recording: Recording, sequences: Tensor) -> None:
         ids = sequences.detach().cpu().numpy().astype(np.int64)
-        recording.keep_output(sequences, ids, HostMark.of(self.model))
+        recording.keep_output(sequences, ids, self.model)
         if self._on_end is not None:
             self._on_end(recording)
 

@@ -50,6 +50,7 @@ FIRST = {
     "tracking/continuous_batching.py": "batching",
     "tracking/held_streamer.py": "actions",
     "host/abilities.py": "abilities",
+    "host/changes.py": "silence",
     "host/trials.py": "abilities",
     "host/twin.py": "abilities",
     "host/internals.py": "batching",
@@ -340,7 +341,7 @@ MUTATIONS = [
     ),
     (
         "tracking/run_recordings.py",
-        "known.keep_mark(HostMark.of(self._model))",
+        "known.keep_mark(self._model)",
         "pass",
         "a document forgets that the host changed",
     ),
@@ -698,6 +699,18 @@ MUTATIONS = [
         "return self.one_thread and not self.attached_here",
         "return self.one_thread",
         "a run of one thread does not see its own",
+    ),
+    (
+        "host/changes.py",
+        "if before is not None and before.writes == writes and not before.tuners:",
+        "if before is not None and before.writes == writes:",
+        "adapters that were switched are those of before",
+    ),
+    (
+        "host/changes.py",
+        "if before is not None and before.writes == writes and not before.tuners:",
+        "if before is not None and not before.tuners:",
+        "weights that were written to are those of before",
     ),
 ]
 

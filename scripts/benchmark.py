@@ -104,7 +104,7 @@ def run(suite: str) -> dict[str, Any]:
         and all(row[key] == getattr(HEADLINE, key) for key in ("hidden", "dtype", "batch", "n_probes"))
     ]
     claims = {
-        "score_vs_floor": headline["ratio_to_floor"],
+        "score_vs_floor": (headline["ratio_to_floor"], *headline["ratio_to_floor_interval"]),
         "worst_cell_vs_best_other": max(scoring.ratios_to_best_other(rows).values()),
     }
     _say(begin, "steps of a 5,000-probe cascade, beside the slow twin")

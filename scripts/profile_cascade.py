@@ -143,7 +143,7 @@ class SlowTwin:
         """Score one token, hidden [1, D]: what is loaded, then one level of children, then prune."""
         with torch.no_grad():
             t0 = time.perf_counter()
-            scores = {probe: model(hidden).item() for probe, model in self.loaded.items()}
+            scores = self.score_loaded(hidden)
             t1 = time.perf_counter()
             wanted = [
                 child
@@ -166,12 +166,40 @@ class SlowTwin:
         seconds = dict(zip(PARTS, (t1 - t0, t2 - t1, t3 - t2, t4 - t3, t5 - t4), strict=True))
         return TwinStep(dict(ranked), seconds, len(wanted), len(self.loaded), self.n_unloaded)
 
+    def score_loaded(self, hidden: Tensor) -> dict[int, float]:
+        """What is loaded, one by one."""
+        return {probe: model(hidden).item() for probe, model in self.loaded.items()}
+
     def prune(self, ranked: list[int], keep: int) -> None:
         """Unload all but the base probes and the best `keep` of the others."""
         base = set(self.base)
         for probe in [probe for probe in ranked if probe not in base][keep:]:
             del self.loaded[probe]
             self.n_unloaded += 1
+
+
+class SuccessorTwin(SlowTwin):
+    """What came after it, by its description: what is loaded is scored in one product of stacked weights, stacked anew
+    when other probes are loaded, one `.item()` a score; children are loaded and scored one by one, as before.
+    """
+
+    def begin(self) -> None:
+        super().begin()
+        self._members: list[int] = []
+
+    def score_loaded(self, hidden: Tensor) -> dict[int, float]:
+        if self._members != list(self.loaded):
+            self._members = list(self.loaded)
+            layers = [[one for one in model if isinstance(one, nn.Linear)] for model in self.loaded.values()]
+            self._stacked = [
+                (torch.stack([one.weight for one in alike]).mT.contiguous(), torch.stack([one.bias for one in alike]))
+                for alike in zip(*layers, strict=True)
+            ]
+        h = hidden.expand(len(self._members), 1, -1)
+        for i, (weight, bias) in enumerate(self._stacked):
+            h = torch.baddbmm(bias[:, None], h.relu() if i else h, weight)
+        scores = h.flatten().sigmoid()
+        return {probe: scores[i].item() for i, probe in enumerate(self._members)}
 
 
 @dataclass

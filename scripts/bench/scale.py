@@ -1,5 +1,6 @@
 """What the number of probes costs: packs of 1,000 to 100,000 opened and made managers of, and steps that evaluate as
-many probes in each: of one row, of 64 rows at once, and of a pack that reads 8 sites.
+many probes in each: of one row, of 64 rows at once, and of a pack that reads 8 sites. What a step keeps and takes of
+memory is counted, and rules are asked of a token, up to 10,000 of them.
 
     found = measure((1000, 10_000, 100_000), n_steps=200)
     found["rows"], found["claims"]
@@ -10,8 +11,10 @@ opens concepts is set for each pack so that a step evaluates some 200 probes of 
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,9 @@ import torch
 from bench.timing import interleaved, rows_of, summary, wall_clock
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.scores import RowState
+from probemon.monitor.rule_panel import RulePanel
+from probemon.monitor.rules import make_rules
+from probemon.tracking.align import GENERATED, PlacedTokens
 
 HIDDEN = 576
 N_EVALUATED = 200
@@ -31,6 +37,7 @@ _GROWTH = (1, 4, 12, 24, 36, 48, 60, 60)  # of the levels below the roots
 N_ROWS, N_SITES = 64, 8
 _OPENED = 9
 _WARM = 20
+_N_RULES = (10, 1000, 10_000)
 
 
 def measure(numbers: Sequence[int], n_steps: int) -> dict[str, Any]:
@@ -45,11 +52,12 @@ def measure(numbers: Sequence[int], n_steps: int) -> dict[str, Any]:
         of_sites = _written(Path(scratch) / "sites", few, N_SITES)
         both = {few: managers[few], -few: _evaluating(of_sites, _states(n_steps))}
         rows += [row for row in _steps(both, n_steps) if row["part"] != "step at scale"]
+        rows += _rules(managers[numbers[-1]], n_steps)
     [opened] = [row for row in rows if row["part"] == "open at scale" and row["n_probes"] == numbers[-1]]
-    middle = {row["n_probes"]: row["median_us"] for row in steps}
+    [largest] = [row for row in steps if row["n_probes"] == numbers[-1]]
     claims = {
         "open_100k_ms": opened["median_us"] / 1e3,
-        "step_100k_vs_1k": middle[numbers[-1]] / middle[numbers[0]],
+        "step_100k_vs_1k": (largest["ratio_to_ours"], *largest["ratio_to_ours_interval"]),
     }
     return {"rows": [*rows, *steps], "claims": claims}
 
@@ -120,14 +128,59 @@ def _steps(managers: dict[int, DynamicProbeManager], n_steps: int, n_rows: int =
 
     taken = interleaved({str(n): partial(step, n) for n in managers}, n_steps, n_warm=_WARM)
     found = []
-    for n, manager in managers.items():
+    for n, timed in zip(managers, rows_of(taken, {}, ours=str(next(iter(managers))), floor=None), strict=True):
+        manager = managers[n]
         n_sites = len(manager.pack.sites)
         of = f" of {n_rows} rows" if n_rows > 1 else f" of {n_sites} sites" if n_sites > 1 else ""
         where = {"part": f"step{of} at scale", "n_probes": manager.pack.n_probes, "hidden": HIDDEN, "dtype": "bfloat16"}
         where["batch"] = n_rows
         where["evaluated"] = round(float(np.mean(counts[n][_WARM:])), 1)
-        found += rows_of({"ours": taken[str(n)]}, where, ours="ours", floor=None)
+        found.append({**timed, **where, "method": "ours", **_memory(manager, states[:n_rows])})
     return found
+
+
+def _memory(manager: DynamicProbeManager, states: torch.Tensor) -> dict[str, int]:
+    """Bytes that a step keeps for the next one, by row, and of its scores, by token; and what it takes of memory
+    at most, which NumPy tells `tracemalloc`: an array of all probes shows there.
+    """
+    hidden = dict.fromkeys(manager.pack.sites, states)
+    state, _ = manager.step(None, hidden)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        state, scores = manager.step(state, hidden)
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    kept = [getattr(part, field.name) for part in (scores, scores.coverage) for field in dataclasses.fields(part)]
+    n_bytes = sum(one.nbytes for one in kept if isinstance(one, np.ndarray))
+    return {
+        "row_bytes": state.retained.nbytes // len(states),
+        "token_bytes": n_bytes // len(states),
+        "peak_bytes": peak,
+    }
+
+
+def _rules(manager: DynamicProbeManager, n_steps: int) -> list[dict[str, Any]]:
+    """What it takes to ask rules on tokens' own scores of a token, of as many concepts as there are rules."""
+    _, scores = manager.step(None, dict.fromkeys(manager.pack.sites, _states(1)))
+    one = np.zeros(1, dtype=np.int64)
+    placed = PlacedTokens(one, one, one, one, GENERATED)
+    panels = {}
+    for n in _N_RULES:
+        chosen = [concept["id"] for concept in manager.pack.concepts[:n]]
+        panels[str(len(chosen))] = RulePanel(list(enumerate(make_rules(manager.pack, chosen, above=0.9))))
+    known: dict[str, dict[int, Any]] = {name: {} for name in panels}
+    taken = interleaved(
+        {
+            name: lambda at, name=name, panel=panel: list(panel.ask(placed, scores, lambda _: known[name]))
+            for name, panel in panels.items()
+        },
+        n_steps,
+        n_warm=_WARM,
+    )
+    where = {"part": "rules at scale", "n_probes": manager.pack.n_probes}
+    return [{**where, "n_rules": int(name), "method": "ours", **summary(seconds)} for name, seconds in taken.items()]
 
 
 def _evaluating(pack: ProbePack, states: torch.Tensor) -> DynamicProbeManager:

@@ -23,14 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import interleaved, rows_of, summary
+from bench.timing import interleaved, ratio, rows_of, summary
 from cascade_profile.world import LOAD_THRESHOLD, World, make_world, write_files, write_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.scores import RowState
-from profile_cascade import Pair, Setting, SlowTwin, check_agreement
+from profile_cascade import Disagreement, Pair, Setting, SlowTwin, SuccessorTwin, check_agreement
 
 TOP_30 = Setting("top_30", (0,), 30)
-_COLD = 5
+OURS, FIXED_POINT, FP32 = "ours: a step", "ours: a step, as many rounds as it takes", "ours: a step, fp32 weights"
+SCORING, SLOW, SUCCESSOR = "ours: the scoring alone", "slow twin: a step", "successor: a step"
+_ALIKE = 1e-5
+_COLD = 9
 _OPENED = 15
 
 
@@ -50,7 +53,10 @@ def measure(n_probes: int, n_tokens: int) -> dict[str, Any]:
         manager = _manager(pack)
         pair = Pair(TOP_30, SlowTwin(files, world.children(), world.level, TOP_30), manager, world.states)
         worst = check_agreement(pair, _Silent())  # type: ignore[arg-type]
-        steps = _steps(pair, n_probes)
+        successor = SuccessorTwin(files, world.children(), world.level, TOP_30)
+        _check_successor(pair.twin, successor, world.states)
+        wide = write_pack(world, Path(scratch) / "fp32")
+        steps = _steps(pair, successor, wide, n_probes)
         cold = _cold(world, files, Path(scratch) / "pack", n_probes)
         opened = _opened(Path(scratch) / "pack", n_probes)
         paged = _paged(pack, world, n_probes)
@@ -80,9 +86,19 @@ def _manager(pack: ProbePack, **changes: Any) -> DynamicProbeManager:
     return DynamicProbeManager(pack, **{**settings, **changes})
 
 
-def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
-    """Token by token in turns: the twin's step, ours, and one call that scores what our step half a stream away
-    evaluates.
+def _check_successor(twin: SlowTwin, successor: SlowTwin, states: torch.Tensor) -> None:
+    """Raise `Disagreement` unless both twins score the same probes alike."""
+    twin.begin()
+    successor.begin()
+    for at, hidden in enumerate(states.split(1)):
+        one, other = twin.step(hidden).scores, successor.step(hidden).scores
+        if one.keys() != other.keys() or max(abs(one[probe] - other[probe]) for probe in one) > _ALIKE:
+            raise Disagreement(f"the two slow twins score token {at} differently")
+
+
+def _steps(pair: Pair, successor: SlowTwin, wide: ProbePack, n_probes: int) -> dict[str, Any]:
+    """Token by token in turns: the twins' steps, ours, one call that scores what our step half a stream away evaluates,
+    and steps of ours with as many rounds as it takes, and with weights in fp32.
     """
     manager, states = pair.ours, pair.states
     [site] = manager.pack.sites
@@ -91,11 +107,17 @@ def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
         state, scores = manager.step(state, hidden)
         sets.append(torch.from_numpy(scores.active(0).astype(np.int64)))
     pair.twin.begin()
-    current: dict[str, RowState | None] = {"state": None}
+    managers = {OURS: manager, FIXED_POINT: _manager(pair.ours.pack, max_rounds=None), FP32: _manager(wide)}
+    current: dict[str, RowState | None] = dict.fromkeys(managers)
+    counts: dict[str, list[int]] = {name: [] for name in managers}
     n = len(states)
 
-    def ours(at: int) -> None:
-        current["state"], _ = manager.step(current["state"] if at % n > 0 else None, states[at % n : at % n + 1])
+    def step(name: str, at: int) -> None:
+        before = current[name] if at % n > 0 else None
+        current[name], scores = managers[name].step(before, states[at % n : at % n + 1])
+        counts[name].append(int(scores.coverage.evaluated[0]))
+
+    ours = partial(step, OURS)
 
     def scoring(at: int) -> None:
         other = (at + n // 2) % n
@@ -105,19 +127,20 @@ def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
             sets[other].numpy(),
         )
 
-    def twin(at: int) -> None:
-        if at < 0:
-            return
+    def slow(twin: SlowTwin, at: int) -> None:
         if at == 0:
-            pair.twin.begin()
-        pair.twin.step(states[at : at + 1])
+            twin.begin()
+        if at >= 0:
+            twin.step(states[at : at + 1])
 
     gc.collect()
     gc.freeze()  # a collection that walks the host model's libraries takes 0.2 s, and would fall into some step
-    taken = interleaved({"ours: a step": ours, "ours: the scoring alone": scoring, "slow twin: a step": twin}, n)
+    methods: dict[str, Any] = {name: partial(step, name) for name in managers}
+    twins = {SLOW: partial(slow, pair.twin), SUCCESSOR: partial(slow, successor)}
+    taken = interleaved({**methods, SCORING: scoring, **twins}, n)
     gc.unfreeze()
     # Two runs through the stream without the twin between, whose modules sweep the caches.
-    alone = interleaved({"ours: a step": ours, "ours: the scoring alone": scoring}, 4 * n)
+    alone = interleaved({OURS: ours, SCORING: scoring}, 4 * n)
     where = {
         "part": "step",
         "n_probes": n_probes,
@@ -126,18 +149,17 @@ def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
         "batch": 1,
         "evaluated": round(float(np.mean([len(s) for s in sets])), 1),
     }
-    rows = rows_of(taken, where, ours="ours: a step", floor=None) + rows_of(
-        alone, {**where, "part": "step, alone"}, ours="ours: a step", floor=None
-    )
+    rows = rows_of(taken, where, ours=OURS, floor=None)
+    for row in rows:
+        if row["method"] in managers:
+            row["evaluated"] = round(float(np.mean(counts[row["method"]][-n:])), 1)
+            row["dtype"] = "float32" if row["method"] == FP32 else "bfloat16"
+    rows += rows_of(alone, {**where, "part": "step, alone"}, ours=OURS, floor=None)
     return {
         "rows": rows,
         "claims": {
-            "step_vs_slow_twin": (
-                statistics.median(taken["slow twin: a step"]) / statistics.median(taken["ours: a step"])
-            ),
-            "step_vs_scoring": (
-                statistics.median(alone["ours: a step"]) / statistics.median(alone["ours: the scoring alone"])
-            ),
+            "step_vs_slow_twin": ratio(taken[SLOW], taken[OURS]),
+            "step_vs_scoring": ratio(alone[OURS], alone[SCORING]),
         },
     }
 
@@ -150,7 +172,7 @@ def _cold(world: World, files: list[Path], folder: Path, n_probes: int) -> dict[
     children = world.children()
     (folder / "probes.safetensors").read_bytes()
     for at in range(_COLD):
-        hidden = world.states[at * 7 : at * 7 + 1]
+        hidden = world.states[[at * 7 % len(world.states)]]
         manager = _manager(ProbePack.open(folder))
         begin = time.perf_counter()
         manager.step(None, hidden)
@@ -168,10 +190,9 @@ def _cold(world: World, files: list[Path], folder: Path, n_probes: int) -> dict[
         ours="ours: a cold step",
         floor=None,
     )
-    middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
     return {
         "rows": rows,
-        "claims": {"cold_vs_slow_twin": middle["slow twin: a cold step"] / middle["ours: a cold step"]},
+        "claims": {"cold_vs_slow_twin": ratio(taken["slow twin: a cold step"], taken["ours: a cold step"])},
     }
 
 

@@ -1,7 +1,8 @@
 """Timing many methods side by side: in turns, each round in another order, medians and 99th percentiles.
 
 taken = interleaved({"ours": run, "floor": read}, n_rounds=40)     # run(round): what is timed; seconds by method
-row(method, taken[method], ours=..., floor=...)
+rows_of(taken, where, ours="ours", floor="floor")
+ratio(taken["ours"], taken["floor"])                               # with a 95 % interval
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+
+_DRAWS = 1000
 
 
 def wall_clock(call: Callable[[], object]) -> float:
@@ -52,20 +55,27 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def ratio(part: Sequence[float], whole: Sequence[float]) -> tuple[float, float, float]:
+    """The ratio of two medians of one interleaved run, and its 95 % interval: rounds are drawn anew, both of a round
+    together, as what else the machine did fell on both.
+    """
+    both = np.array([part, whole])
+    drawn = np.random.default_rng(0).integers(both.shape[1], size=(_DRAWS, both.shape[1]))
+    ratios = np.divide(*np.median(both[:, drawn], axis=-1))
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return statistics.median(part) / statistics.median(whole), float(low), float(high)
+
+
 def rows_of(
     taken: Mapping[str, Sequence[float]], where: Mapping[str, Any], *, ours: str, floor: str | None
 ) -> list[dict[str, Any]]:
-    """One row a method: what, how long, and its ratio to ours and to the floor, as medians of one interleaved run."""
+    """One row a method: what, how long, and its ratio to ours and to the floor with intervals."""
     found = []
     for name, seconds in taken.items():
-        middle = statistics.median(seconds)
-        found.append(
-            {
-                **where,
-                "method": name,
-                **summary(seconds),
-                "ratio_to_ours": round(middle / statistics.median(taken[ours]), 3),
-                "ratio_to_floor": None if floor is None else round(middle / statistics.median(taken[floor]), 3),
-            }
-        )
+        row = {**where, "method": name, **summary(seconds)}
+        for other, key in ((ours, "ratio_to_ours"), (floor, "ratio_to_floor")):
+            row[key] = None
+            if other is not None:
+                row[key], *row[f"{key}_interval"] = (round(end, 3) for end in ratio(seconds, taken[other]))
+        found.append(row)
     return found

@@ -33,6 +33,13 @@ WORDS = {
     "open_100k_ms": "opening a pack of 100,000 probes",
     "cold_vs_slow_twin": "a step with nothing read before, the first implementation's way over ours",
 }
+STEPS = {
+    "ours: a step": "ours, one level a token, bf16",
+    "ours: a step, as many rounds as it takes": "ours, as many levels as it takes, bf16",
+    "ours: a step, fp32 weights": "ours, one level a token, fp32",
+    "slow twin: a step": "the first implementation's way, fp32",
+    "successor: a step": "its successor's way, fp32",
+}
 UNITS = {
     "decode_overhead_pct_high": " %",
     "decode_overhead_pct_width": " %",
@@ -88,6 +95,37 @@ def scale(found: dict[str, Any]) -> list[str]:
         ]
         cells += [f"{rows[name]['median_us']:,.0f} µs" if name in rows else "" for name in more]
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def scale_memory(found: dict[str, Any]) -> list[str]:
+    """What a step keeps and takes of memory, by the number of probes."""
+    lines = ["| probes | a row keeps | a token's scores | a step takes at most |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        if row["part"] == "step at scale":
+            kept, scores, most = (f"{row[f'{name}_bytes']:,} bytes" for name in ("row", "token", "peak"))
+            lines.append(f"| {row['n_probes']:,} | {kept} | {scores} | {most} |")
+    return lines
+
+
+def scale_rules(found: dict[str, Any]) -> list[str]:
+    """What rules cost, by their number."""
+    rows = [row for row in found["rows"] if row["part"] == "rules at scale"]
+    head = " | ".join(f"{row['n_rules']:,}" for row in rows)
+    cells = " | ".join(f"{row['median_us']:,.0f} µs" for row in rows)
+    return [f"| rules | {head} |", "|---" * (len(rows) + 1) + "|", f"| asked of a token | {cells} |"]
+
+
+def twins(found: dict[str, Any]) -> list[str]:
+    """A step of ours beside those of the first implementation and its successor."""
+    lines = ["| a step | evaluated | takes | over ours | 95 % interval |", "|---|---|---|---|---|"]
+    for row in found["rows"]:
+        if row["part"] == "step" and row["method"] in STEPS:
+            low, high = row["ratio_to_ours_interval"]
+            lines.append(
+                f"| {STEPS[row['method']]} | {row['evaluated']:.0f} | {row['median_us'] / 1e3:.2f} ms |"
+                f" {row['ratio_to_ours']:.2f}x | {low:.2f} to {high:.2f} |"
+            )
     return lines
 
 
@@ -509,7 +547,7 @@ TABLES = {
     "ltm_recall.json": (recall_study,),
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),
-    "cpu.json": (claims, host, grid, scale),
+    "cpu.json": (claims, host, grid, scale, scale_memory, scale_rules, twins),
     "quality.json": (rules, retained),
     "settings.json": (settings,),
     "mails.json": (mails,),

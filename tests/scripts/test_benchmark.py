@@ -12,9 +12,11 @@ import torch
 
 import benchmark
 import eviction
-from bench import gpu, scale, scoring
+from bench import gpu, scale, scoring, stepping
 from bench.scoring import Cell, WrongScores
+from bench.timing import ratio
 from probemon.monitor.overhead import added_pct
+from profile_cascade import Disagreement, SuccessorTwin
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Cell(32, "bfloat16", 2, 8)
@@ -38,9 +40,9 @@ def test_every_method_of_a_cell_is_right_and_in_the_file():
     [ours] = [row for row in rows if row["method"] == "ours (numba)"]
     assert ours["ratio_to_ours"] == 1.0
     others = [row["median_us"] for row in rows if not row["method"].startswith(("ours", "floor"))]
-    assert len(others) == 6 and scoring.ratios_to_best_other(rows) == {
-        (32, "bfloat16", 2, 8): ours["median_us"] / min(others)
-    }
+    [(cell, (ratio, low, high))] = scoring.ratios_to_best_other(rows).items()
+    assert len(others) == 6 and cell == (32, "bfloat16", 2, 8) and ratio == ours["median_us"] / min(others)
+    assert low <= ratio <= high
 
 
 def test_packs_of_different_sizes_do_the_same_work(monkeypatch):
@@ -50,7 +52,12 @@ def test_packs_of_different_sizes_do_the_same_work(monkeypatch):
     assert [row["n_probes"] for row in steps] == [300, 1200] and all(45 < row["evaluated"] < 75 for row in steps)
     others = {(row["part"], row["n_probes"]) for row in found["rows"] if row["part"].startswith("step of")}
     assert others == {("step of 64 rows at scale", n) for n in (300, 1200)} | {("step of 8 sites at scale", 300)}
-    assert found["claims"]["step_100k_vs_1k"] == steps[1]["median_us"] / steps[0]["median_us"]
+    value, low, high = found["claims"]["step_100k_vs_1k"]
+    assert low <= value <= high and value == pytest.approx(steps[1]["median_us"] / steps[0]["median_us"], rel=0.01)
+    assert [row["row_bytes"] for row in steps] == [300, 1200] and all(
+        0 < row["token_bytes"] < row["peak_bytes"] for row in steps
+    )
+    assert [row["n_rules"] for row in found["rows"] if row["part"] == "rules at scale"] == [10, 1000, 1200]
     [opened] = [row for row in found["rows"] if row["part"] == "open at scale" and row["n_probes"] == 1200]
     assert found["claims"]["open_100k_ms"] == opened["median_us"] / 1e3
 
@@ -60,7 +67,7 @@ def test_a_wrong_method_is_not_timed(monkeypatch):
 
     def with_a_wrong_one(cell, compiled):
         methods, bank = whole(cell, compiled)
-        return {**methods, "vmap": lambda at: torch.zeros(cell.n_probes, cell.batch)}, bank
+        return {**methods, "vmap of the module": lambda at: torch.zeros(cell.n_probes, cell.batch)}, bank
 
     monkeypatch.setattr(scoring, "methods_of", with_a_wrong_one)
     with pytest.raises(WrongScores, match="vmap"):
@@ -111,6 +118,30 @@ def test_the_interval_of_an_overhead_covers_it_as_often_as_it_says():
         assert low <= value <= high
         covered += low <= 3 <= high
     assert 180 <= covered <= 199
+
+
+def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says():
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):  # rounds in which all is slower or faster together; one method takes 1.2 times the other
+        speed = 1 + rng.random(40)
+        other, one = (factor * speed * (1 + 0.2 * rng.exponential(size=40)) for factor in (1, 1.2))
+        value, low, high = ratio(one, other)
+        assert low <= value <= high
+        covered += low <= 1.2 <= high
+    assert 180 <= covered <= 199
+
+
+def test_steps_are_timed_where_both_slow_twins_do_the_same_work(monkeypatch):
+    found = stepping.measure(200, 6)
+    evaluated = {row["method"]: row["evaluated"] for row in found["rows"] if row["part"] == "step"}
+    assert evaluated[stepping.OURS] == evaluated[stepping.FP32] <= evaluated[stepping.FIXED_POINT]
+    assert len(evaluated) == 6 and all(
+        found["claims"][name][1] <= found["claims"][name][0] <= found["claims"][name][2]
+        for name in ("step_vs_slow_twin", "step_vs_scoring", "cold_vs_slow_twin")
+    )
+    monkeypatch.setattr(SuccessorTwin, "score_loaded", lambda self, hidden: dict.fromkeys(self.loaded, 0.5))
+    with pytest.raises(Disagreement, match="slow twins"):
+        stepping.measure(200, 2)
 
 
 def test_eviction_policies_on_a_trace_worked_by_hand():

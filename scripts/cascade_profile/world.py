@@ -92,8 +92,10 @@ def write_files(world: World, folder: Path) -> list[Path]:
     return paths
 
 
-def write_pack(world: World, folder: Path) -> ProbePack:
-    """The same weights as a pack. The states are normalised already, so its input is read as it is."""
+def write_pack(world: World, folder: Path, norm: str = "none") -> ProbePack:
+    """The same weights as a pack. The states are normalised already, so its input is read as it is (`norm`: or a
+    host's, as the pack reads them).
+    """
     concepts = [
         {"id": name_of(i), "name": name_of(i), "parents": [name_of(p)] if p >= 0 else []}
         for i, p in enumerate(world.parent.tolist())
@@ -104,7 +106,7 @@ def write_pack(world: World, folder: Path) -> ProbePack:
         concepts=concepts,
         weights=world.weights,
         score_rule="independent",
-        inputs=[{"site": SITE, "norm": "none"}],
+        inputs=[{"site": SITE, "norm": norm}],
         host={"hidden_size": world.states.shape[1]},
         licence="Apache-2.0",
         card="Random weights, for measuring time only.\n",

@@ -129,6 +129,20 @@ def twins(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def paging(found: dict[str, Any]) -> list[str]:
+    """A pack larger than the memory of its process: each way of watching."""
+    lines = [
+        "| | a token, median | 95th percentile | read from the disk a token | evaluated | late |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"| {row['way']} | {row['step_ms']:.1f} ms | {row['step_p95_ms']:.1f} ms |"
+            f" {row['read_mb_per_step']:.2f} MB | {row['evaluated_per_token']:.0f} | {row['late_per_token']:.1f} |"
+        )
+    return lines
+
+
 def settings(found: dict[str, Any]) -> list[str]:
     """What settings cost and find, by pack."""
     lines = ["| pack | settings | evaluated a token | dropped | µs a step | found |", "|---|---|---|---|---|---|"]
@@ -548,6 +562,7 @@ TABLES = {
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),
     "cpu.json": (claims, host, grid, scale, scale_memory, scale_rules, twins),
+    "paging.json": (paging,),
     "quality.json": (rules, retained),
     "settings.json": (settings,),
     "mails.json": (mails,),

@@ -89,7 +89,7 @@ def run_gpu() -> dict[str, Any]:
 
 def run(suite: str) -> dict[str, Any]:
     """Every row and claim of a suite."""
-    from bench import host, scale, scoring, stepping  # of what a machine with a GPU need not have
+    from bench import first_use, host, scale, scoring, stepping  # of what a machine with a GPU need not have
 
     quick = suite == "quick"
     rows: list[dict[str, Any]] = []
@@ -116,6 +116,9 @@ def run(suite: str) -> dict[str, Any]:
     for part in (steps, scaled, watched):
         rows += part["rows"]
         claims |= part["claims"]
+    if not quick:
+        _say(begin, "a first use, with nothing compiled before")
+        rows += first_use.measure(ROOT / "probes/wordnet-smollm2-135m-mlp")
     _say(begin, "done")
     return {
         "suite": suite,
@@ -160,7 +163,7 @@ def show(found: dict[str, Any]) -> None:
                 f"{where:55s} {row['host_ms']:9.2f} ms bare, watching adds {row['added_ms']:7.2f} ms:"
                 f" {row['overhead_pct']:+.2f} % ({row['interval_pct'][0]:+.2f} to {row['interval_pct'][1]:+.2f})"
             )
-        else:
+        elif "median_us" in row:
             ratios = "".join(
                 f"   {row[key]:8.2f} x {name}"
                 for key, name in (("ratio_to_ours", "ours"), ("ratio_to_floor", "floor"))

@@ -143,6 +143,18 @@ def paging(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def first_use(found: dict[str, Any]) -> list[str]:
+    """What a process waits for before its first scores."""
+    lines = ["| | imports | a manager | its first step |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        if row["part"] == "first use":
+            lines.append(
+                f"| {row['method']} | {row['import_s']:.1f} s | {row['manager_s']:.1f} s |"
+                f" {1e3 * row['first_step_s']:.1f} ms |"
+            )
+    return lines
+
+
 def settings(found: dict[str, Any]) -> list[str]:
     """What settings cost and find, by pack."""
     lines = ["| pack | settings | evaluated a token | dropped | µs a step | found |", "|---|---|---|---|---|---|"]
@@ -561,7 +573,7 @@ TABLES = {
     "ltm_recall.json": (recall_study,),
     "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),
-    "cpu.json": (claims, host, grid, scale, scale_memory, scale_rules, twins),
+    "cpu.json": (claims, host, grid, scale, scale_memory, scale_rules, twins, first_use),
     "paging.json": (paging,),
     "quality.json": (rules, retained),
     "settings.json": (settings,),

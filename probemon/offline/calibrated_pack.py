@@ -23,7 +23,7 @@ from probemon.errors import ConfigError
 from probemon.offline.calibrate import Alerts
 from probemon.offline.expansion import Expansion
 from probemon.offline.score_statistics import ScoreStatistics
-from probemon.packs.copies import quality_of, without_thresholds
+from probemon.packs.copies import concepts_of, quality_of, without_thresholds
 from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ProbePack
 from probemon.packs.writer import PackWriter
@@ -115,7 +115,7 @@ def write_calibrated(
     with PackWriter(
         path,
         name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated",
-        concepts=_with_precision(pack, watched) if changes and pack.alert_set else pack.concepts,
+        concepts=_with_precision(pack, watched) if changes else concepts_of(pack),
         architecture=pack.architecture,
         dtype=pack.dtype,
         score_rule=pack.score_rule,
@@ -167,15 +167,15 @@ def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:
 def _with_precision(pack: ProbePack, watched: Sequence[int]) -> list[dict[str, Any]]:
     """Return the concepts' lines; one that keeps its threshold has the precision of that in the new set, too."""
     lines = []
-    for probe, concept in enumerate(pack.concepts):
+    for probe, concept in enumerate(concepts_of(pack, watched)):
         stated = concept.get("precision")
-        if isinstance(stated, dict):
+        if pack.alert_set and isinstance(stated, dict):
             kept = {name: value for name, value in stated.items() if name != "calibrated"}
             precision = pack.precision(probe)
             if probe not in watched and not math.isnan(precision):
                 kept["calibrated"] = precision
             concept = {**concept, "precision": kept}
-        lines.append(dict(concept))
+        lines.append(concept)
     return lines
 
 

@@ -29,7 +29,14 @@ _AT_THRESHOLD = (
     "share_evaluated_exact",
     "n_fired",
     "n_fired_changed",
+    "running_text",
+    "background_fires",
+    # Of a concept that was trained.
+    "alert",
+    "alert_of_texts",
+    "precision",
 )
+JUDGED_BY = "alert_threshold_of"  # in a concept's line: on what its threshold rests
 
 
 def quality_of(pack: ProbePack) -> dict[str, Any]:
@@ -57,12 +64,24 @@ def without_thresholds(quality: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def concepts_of(pack: ProbePack, others: Collection[int] = ()) -> list[dict[str, Any]]:
+    """Return the concepts' lines, without what is said of thresholds that are not in force: those of `others` are new,
+    and so are all of a set that the pack does not recommend.
+    """
+    of_another = pack.alert_set != pack.manifest.get("alert_set")
+    return [
+        {key: value for key, value in concept.items() if key != JUDGED_BY or not (of_another or probe in others)}
+        for probe, concept in enumerate(pack.concepts)
+    ]
+
+
 def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
     """Return what `PackWriter` takes for some `probes` of a pack (all), without `card`, `provenance` and `quality`."""
     at = slice(None) if probes is None else torch.from_numpy(probes)
+    concepts = concepts_of(pack)
     return {
         "name": pack.name,
-        "concepts": pack.concepts if probes is None else [pack.concepts[probe] for probe in probes.tolist()],
+        "concepts": concepts if probes is None else [concepts[probe] for probe in probes.tolist()],
         "architecture": pack.architecture,
         "dtype": pack.dtype,
         "score_rule": pack.score_rule,

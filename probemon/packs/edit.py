@@ -33,7 +33,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack, errors_name_pack
-from probemon.packs.copies import always_on, card_of, copy_pack, made_by, quality_of
+from probemon.packs.copies import always_on, card_of, concepts_of, copy_pack, made_by, quality_of
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import ALWAYS
@@ -193,7 +193,7 @@ def rename(
         raise PackError(f"concepts is {concepts!r}: give new names by id, {{old: new}}")
     if name is None and not concepts:
         raise PackError("nothing is renamed: give a name for the pack, or concepts")
-    lines = [dict(concept) for concept in pack.concepts]
+    lines = concepts_of(pack)
     new_ids: dict[str, str] = {}
     for concept, new in (concepts or {}).items():
         line = lines[pack.find(concept)]
@@ -230,7 +230,7 @@ def _with_prefix(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:
     before = f"{prefix}:" if prefix else ""
     return [
         {**concept, "id": before + concept["id"], "parents": [before + parent for parent in concept["parents"]]}
-        for concept in pack.concepts
+        for concept in concepts_of(pack)
     ]
 
 
@@ -422,7 +422,8 @@ def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[di
     """Return the lines of some concepts of a pack, and what is recommended for them, so that a descent begins with
     those that it begins with in the whole pack. `orphans`: those with a parent that is left out.
     """
-    lines = [dict(pack.concepts[probe]) for probe in probes.tolist()]
+    concepts = concepts_of(pack)
+    lines = [concepts[probe] for probe in probes.tolist()]
     ids = {line["id"] for line in lines}
     recommended = {**pack.recommended, **always_on(pack, ids)}
     layers = recommended.pop("base_layers", CascadeConfig.base_layers)

@@ -25,7 +25,7 @@ from probemon.core.checks import check_share
 from probemon.core.settings import CascadeConfig
 from probemon.errors import PackError, UnknownConcept
 from probemon.packs.bounding_probes import Group, group_probes, opened_groups
-from probemon.packs.copies import always_on, card_of, copy_pack, made_by, some_of, spec_of
+from probemon.packs.copies import always_on, card_of, concepts_of, copy_pack, made_by, some_of, spec_of
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.writer import PackWriter
@@ -172,7 +172,7 @@ def _lines_under(pack: ProbePack, parent_ids: Mapping[int, list[str]]) -> list[d
     """Return the lines of a pack's concepts, without levels, under other parents by probe."""
     return [
         {key: value for key, value in concept.items() if key != "level"} | {"parents": parent_ids.get(probe, [])}
-        for probe, concept in enumerate(pack.concepts)
+        for probe, concept in enumerate(concepts_of(pack))
     ]
 
 

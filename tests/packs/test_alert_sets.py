@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.offline.analyze import _identified as identified
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.calibrated_pack import write_calibrated
+from probemon.packs.copies import copy_pack
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.hierarchies import propose
 from probemon.packs.quantize import quantize
 
+ROOT = Path(__file__).resolve().parents[2]
 N = 40
 
 
@@ -221,6 +224,9 @@ def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):
             "auroc_median": 0.9,
             "precision_at_threshold": 0.8,
             "per_level": {"0": {"auroc_median": 0.9, "recall_at_threshold": 0.7}},
+            "running_text": {"news": {"right": 0.9, "fires_per_token": 0.2}},
+            "background_fires": {"tokens": 100},
+            "concepts": {"c3": {"auroc": 0.9, "alert": {"threshold": 0.9}, "precision": {"threshold": 0.9}}},
             "alerts": {"each": {"any_token": rates, "concepts": {}}, "mean": {"any_token": rates, "concepts": {}}},
             "alert_sets": {"high": {"precision_at_threshold": 0.8}, "low": {"false_positive_rate": 0.01}},
         },
@@ -231,6 +237,7 @@ def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):
     expected = {
         "auroc_median": 0.9,
         "per_level": {"0": {"auroc_median": 0.9}},
+        "concepts": {"c3": {"auroc": 0.9}},
         "alerts": {"mean": stated["alerts"]["mean"]},
         "alert_sets": stated["alert_sets"],
     }
@@ -240,6 +247,46 @@ def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):
     alerts = calibrate_alerts([np.random.default_rng(0).random((400, 1))], fpr=0.1)
     calibrated = write_calibrated(other, tmp_path / "calibrated", watched=[3], alerts=alerts).manifest["quality"]
     assert list(calibrated["alerts"].pop("each")["concepts"]) == ["c3"] and calibrated == expected
+
+
+def test_on_what_a_threshold_rests_is_not_said_of_another(pack, tmp_path):
+    lines = [{**concept, "alert_threshold_of": "its level"} for concept in pack.concepts]
+    said = copy_pack(pack, tmp_path / "said", "As it was", {}, concepts=lines)
+
+    def says(made):
+        return [concept.get("alert_threshold_of") == "its level" for concept in made.concepts]
+
+    alerts = calibrate_alerts([np.random.default_rng(0).random((400, 1))], fpr=0.1)
+    assert all(says(rename(said, tmp_path / "same", name="other")))
+    assert says(write_calibrated(said, tmp_path / "one", watched=[3], alerts=alerts)) == [i != 3 for i in range(N)]
+    other = said.with_alert_set("rate_0.01")
+    for made in (
+        rename(other, tmp_path / "low", name="other"),
+        subset(other, tmp_path / "some", ["c7", "c9"]),
+        quantize(other, tmp_path / "int8"),
+        merge({"a": other, "b": other}, tmp_path / "both", name="both"),
+        write_calibrated(other, tmp_path / "calibrated", watched=[3], alerts=alerts),
+    ):
+        assert not any(says(made))
+
+
+def test_shipped_packs_say_nothing_of_other_thresholds_than_those_in_force(tmp_path):
+    """Every figure that a copy with other thresholds keeps is one that no threshold has a part in."""
+
+    def figures(said):
+        for key, value in said.items():
+            if isinstance(value, dict) and key not in ("alert_sets", "int8"):
+                yield from figures(value)
+            elif value is not None:
+                yield key
+
+    for name in ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"):
+        shipped = ProbePack.open(ROOT / "probes" / name)
+        [other] = set(shipped.alert_sets) - {shipped.alert_set}
+        made = rename(shipped.with_alert_set(other), tmp_path / name, name="other")
+        kept = set(figures(made.manifest["quality"]))
+        assert kept and {key for key in kept if not key.startswith(("auroc_", "n_"))} <= {"true_per_token"}
+        assert not any("alert_threshold_of" in concept for concept in made.concepts)
 
 
 @pytest.mark.parametrize("name", ["alert_threshold", "expand_threshold"])

@@ -12,6 +12,7 @@ until then it stands beside that name under a hidden one.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import tempfile
@@ -21,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -120,6 +121,7 @@ class FileSink(ABC):
         self._overwrite = check_bool("overwrite", overwrite)
         self._partial: Path | None = None
         self._writer: Any = None
+        self._file: Any = None
         if not self.path.parent.is_dir():
             raise ConfigError(f"{self.path.parent} is not a folder: make it first")
         if self.path.is_dir():
@@ -134,7 +136,9 @@ class FileSink(ABC):
         self._partial = Path(name)
         os.close(handle)
         with self._removed_on_error():
-            self._writer = self._begin(self._partial, list(concepts))
+            self._counted = _Counted(self._partial)
+            self._file = io.BufferedWriter(self._counted)
+            self._writer = self._begin(self._file, list(concepts))
 
     def write(self, batch: TokenBatch) -> None:
         if self._partial is None:
@@ -147,6 +151,8 @@ class FileSink(ABC):
             return
         with self._removed_on_error():
             self._finish()
+            self._file.close()
+            self._check_whole(self._partial.stat().st_size)
             self._partial.chmod(0o644)
         finished, self._partial = self._partial, None
         try:
@@ -165,24 +171,46 @@ class FileSink(ABC):
         try:
             yield
         except BaseException:
-            if self._writer is not None:
+            for opened in (self._writer, self._file):
                 with suppress(Exception):
-                    self._writer.close()
+                    opened.close()
             if self._partial is not None:
                 self._partial.unlink(missing_ok=True)
                 self._partial = None
             raise
 
+    def _check_whole(self, n_bytes: int) -> None:
+        """Raise where the file has other bytes than were written: it was cut off meanwhile, or another wrote to it."""
+        if n_bytes != self._counted.n_written:
+            raise SinkFailed(
+                f"{self.path}: {self._counted.n_written:,} bytes were written and {n_bytes:,} are there: something else"
+                f" wrote to the unfinished file .{self.path.name}-... or cut it off, so its scores are lost. Leave it"
+                " alone until the block ends"
+            )
+
     @abstractmethod
-    def _begin(self, partial: Path, concepts: list[str]) -> Any:
-        """Return a writer with `close()`."""
+    def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
+        """Return a writer with `close()`: the file itself, or one that writes to it."""
 
     @abstractmethod
     def _append(self, batch: TokenBatch) -> None: ...
 
     @abstractmethod
     def _finish(self) -> None:
-        """Write what is still held; close the writer."""
+        """Write what is still held; close a writer of one's own."""
+
+
+class _Counted(io.FileIO):
+    """A file that is only appended to, and counts its bytes: one that was cut off meanwhile has fewer."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "ab")
+        self.n_written = 0
+
+    def write(self, data: Any) -> int:
+        n = super().write(data)
+        self.n_written += n
+        return n
 
 
 class JsonLinesSink(FileSink):
@@ -203,15 +231,15 @@ class JsonLinesSink(FileSink):
         super().__init__(path, overwrite)
         self._top_k = None if top_k is None else check_count("top_k", top_k)
 
-    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+    def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
         self._concepts = concepts
-        return partial.open("w", encoding="utf-8", newline="\n")
+        return file
 
     def _append(self, batch: TokenBatch) -> None:
-        self._writer.write("".join(json.dumps(self._line(batch, t)) + "\n" for t in range(len(batch))))
+        self._writer.write("".join(json.dumps(self._line(batch, t)) + "\n" for t in range(len(batch))).encode())
 
     def _finish(self) -> None:
-        self._writer.close()
+        """Nothing is held."""
 
     def _line(self, batch: TokenBatch, t: int) -> dict[str, Any]:
         scores, coverage = batch.scores, batch.scores.coverage
@@ -259,7 +287,7 @@ class ParquetSink(FileSink):
         self._unseen: list[dict[str, Any]] = []
         self._deployments: dict[str, dict[str, Any]] = {}
 
-    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+    def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -279,7 +307,7 @@ class ParquetSink(FileSink):
             }
         )
         # Where an Arrow schema is stored, readers take the metadata from it and miss what is added at the end.
-        return pq.ParquetWriter(partial, self._schema, store_schema=False)
+        return pq.ParquetWriter(file, self._schema, store_schema=False)
 
     def _append(self, batch: TokenBatch) -> None:
         scores, coverage, n = batch.scores, batch.scores.coverage, len(batch.scores.values)

@@ -15,8 +15,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -164,14 +163,14 @@ COLUMNS = tuple(field.name for field in fields(RoutingRecord))
 class RoutingJsonLines(FileSink):
     """A sink that writes one JSON object a line for each decision: the columns of `RoutingRecord`, null if unknown."""
 
-    def _begin(self, partial: Path, concepts: list[str]) -> Any:
-        return partial.open("w", encoding="utf-8", newline="\n")
+    def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
+        return file
 
     def _append(self, batch: Any) -> None:
-        self._writer.write("".join(json.dumps(line) + "\n" for line in batch.lines()))
+        self._writer.write("".join(json.dumps(line) + "\n" for line in batch.lines()).encode())
 
     def _finish(self) -> None:
-        self._writer.close()
+        """Nothing is held."""
 
 
 class RoutingParquet(FileSink):
@@ -187,7 +186,7 @@ class RoutingParquet(FileSink):
         self._held: list[RoutingRecord] = []
         self._n_held = 0
 
-    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+    def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -203,7 +202,7 @@ class RoutingParquet(FileSink):
             **dict.fromkeys(("h_decision", "code_norm", "delta_rel_norm", "sigma1", "confidence"), number),
         }
         self._schema = pa.schema([(name, kinds[name]) for name in COLUMNS])
-        return pq.ParquetWriter(partial, self._schema)
+        return pq.ParquetWriter(file, self._schema)
 
     def _append(self, batch: Any) -> None:
         self._held.append(batch)

@@ -1,6 +1,7 @@
 """Sinks on random batches, called random: what is tested is that every token arrives, in order, once, or is counted."""
 
 import json
+import os
 import sys
 import threading
 
@@ -351,6 +352,25 @@ def test_failure_half_way_leaves_neither_the_file_nor_its_temporary(tmp_path, ma
     with pytest.raises(SinkFailed, match="not open"):
         sink.write(make_batches()[0][1])
     sink.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", FILES)
+@pytest.mark.parametrize(
+    "harm", [lambda file: os.truncate(file, 3), lambda file: file.write_bytes(file.read_bytes() + b"more")]
+)
+def test_a_file_that_another_cut_off_or_wrote_to_is_an_error_not_a_file(tmp_path, make, harm):
+    sink = make(tmp_path / "a", **({"rows_per_group": 1} if make is ParquetSink else {}))
+    sink.open(CONCEPTS)
+    batches = make_batches()[0]
+    for batch in batches[:-1]:
+        sink.write(batch)
+    [hidden] = tmp_path.iterdir()
+    sink._file.flush()
+    harm(hidden)
+    sink.write(batches[-1])
+    with pytest.raises(SinkFailed, match=r"bytes were written and .* are there"):
+        sink.close()
     assert list(tmp_path.iterdir()) == []
 
 

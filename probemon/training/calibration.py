@@ -26,7 +26,8 @@ from probemon.offline.calibrate import most_allowed, units_needed
 from probemon.training.labels import Known
 
 _TRIED = 64  # thresholds that a precision is looked for at
-_CONFIDENCE = 0.95
+CONFIDENCE = 0.95
+PRECISION = "precision_"  # and the share, as a set of thresholds is named
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Threshold:
 
 
 def thresholds(
-    values: np.ndarray | Tensor, part: Ints, benign: Mask, group: Ints, *, fpr: float, confidence: float = _CONFIDENCE
+    values: np.ndarray | Tensor, part: Ints, benign: Mask, group: Ints, *, fpr: float, confidence: float = CONFIDENCE
 ) -> list[Threshold]:
     """Return each concept's threshold for values `[N, P]` of units of parts `[N]`; `benign [S, P]` says which of the
     parts are without it, `group [S]` which are alike. NaN are left out.
@@ -140,7 +141,7 @@ def precision_thresholds(
             design_effect(np.bincount(of_group[:n], is_right[:n]), np.bincount(of_group[:n]))
             for n in (good + 1).tolist()
         ]
-        low = clustered(right[good], good + 1, effects, 2 * _CONFIDENCE - 1)[0]
+        low = clustered(right[good], good + 1, effects, 2 * CONFIDENCE - 1)[0]
         reached = good[low >= precision]
         if not len(reached):
             found.append(_NOT_REACHED)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from probemon.offline.calibrate import units_needed
+from probemon.training.calibration import CONFIDENCE, PRECISION
 from probemon.training.dataset import Dataset
 from probemon.training.settings import TrainingSettings
 
@@ -131,10 +133,12 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
         )
     unsure = [id for id, concept in concepts.items() if "precision" in concept and concept["precision"]["fired"] == 0]
     if unsure:
+        asked = float(_precise_set(quality).removeprefix(PRECISION))
+        texts = _n(units_needed(1 - asked, 1 - CONFIDENCE), "text")
         found.append(
             f"No threshold is shown to reach the precision that was asked for on {_some(unsure)}: that set has none for"
-            f" {'it' if len(unsure) == 1 else 'them'}, so `{quality['alert_sets'][0]}` is recommended. It takes 29"
-            " texts with a concept that fire, and none without, to show 90 %."
+            f" {'it' if len(unsure) == 1 else 'them'}, so `{quality['alert_sets'][0]}` is recommended. It takes"
+            f" {texts} with a concept that fire, and none without, to show {100 * asked:g} %."
         )
     helped = [id for id, concept in concepts.items() if concept["n_generated"]]
     if helped:
@@ -223,7 +227,7 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
         counts = f"{alert['n']} | {alert['effective']}"
         lines.append(f"| {names[id]} | {_threshold(alert)} | {counts} | {' | '.join(cells)} |")
     if any("precision" in found for found in shown.values()):
-        precise = next(name for name in quality["alert_sets"] if name.startswith("precision"))
+        precise = _precise_set(quality)
         lines += [
             "",
             f"The set `{precise}`{', which is recommended' * (quality['alert_sets'][0] == precise)}: the lowest"
@@ -259,6 +263,11 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
     lines += ["", "| site | AUROC | standard error |", "|---|---:|---:|"]
     lines += [f"| {row['site']} | {row['auroc']:.4f} | {row['standard_error']:.4f} |" for row in quality["sites"]]
     return "\n".join(lines) + "\n"
+
+
+def _precise_set(quality: Mapping[str, Any]) -> str:
+    """The name of the set of thresholds to a precision."""
+    return next(str(name) for name in quality["alert_sets"] if name.startswith(PRECISION))
 
 
 def _kinds(quality: Mapping[str, Any]) -> str:

@@ -22,7 +22,15 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import clustered, design_effect
 from probemon.core.score_counts import ScoreCounts
 from probemon.core.scores import Floats
-from probemon.training.calibration import Precise, Threshold, as_floats, number, precision_thresholds, thresholds
+from probemon.training.calibration import (
+    PRECISION,
+    Precise,
+    Threshold,
+    as_floats,
+    number,
+    precision_thresholds,
+    thresholds,
+)
 from probemon.training.choice import Choice
 from probemon.training.contradictions import contradictions
 from probemon.training.controls import Controls
@@ -160,7 +168,7 @@ class Measured:
         rate = {f"rate_{self.settings.fpr:g}": as_floats(self.of_tokens)}
         if self.precise is None:
             return rate
-        precise = {f"precision_{self.settings.precision:g}": as_floats(self.precise)}
+        precise = {f"{PRECISION}{self.settings.precision:g}": as_floats(self.precise)}
         return {**precise, **rate} if all(own.reached for own in self.precise) else {**rate, **precise}
 
     @property

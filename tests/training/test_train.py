@@ -158,7 +158,10 @@ def test_thresholds_to_a_precision_are_a_set_of_their_own(model, tmp_path, setti
     few = train(model, rows(), tmp_path / "f", tokenizer=make_tokenizer(), **settings, precision=0.9)
     assert few.pack.alert_sets == ("rate_0.01", "precision_0.9")
     assert few.pack.other_alert_sets()["precision_0.9"].isnan().any()
-    assert any("No threshold is shown to reach the precision" in line for line in warnings(few.quality))
+    [said] = [line for line in warnings(few.quality) if "No threshold is shown to reach the precision" in line]
+    assert "29 texts with a concept that fire, and none without, to show 90 %" in said  # .9 ** 29 < .05
+    stricter = {**few.quality, "alert_sets": ["rate_0.01", "precision_0.99"]}
+    assert any("299 texts" in line and "to show 99 %" in line for line in warnings(stricter))
 
 
 def test_a_precision_by_chance_is_not_believed():

@@ -323,7 +323,14 @@ class Answering(StoppingCriteria):
 
     def _summary(self, result: Result, n_withheld: int) -> dict[str, Any]:
         summary = self._told.summary(result, self._stopped_by, n_withheld)
-        return summary if result.deployment is None else {**summary, "deployment": result.deployment}
+        if result.deployment is None:
+            return summary
+        held = [(position, result.deployments.get(number)) for _, position, number in result.watches]
+        changes = [one for one, before in zip(held, [(0, None), *held], strict=False) if one[1] != before[1]]
+        summary["deployment"] = result.deployment
+        if len(changes) > 1:  # the file was read again meanwhile
+            summary["deployments"] = [{"position": position, "deployment": name} for position, name in changes]
+        return summary
 
     def _finish_reason(self) -> str:
         if self._stopped_by is not None or self._hidden_from is not None:

@@ -234,6 +234,8 @@ def test_a_file_that_is_read_again_holds_for_answers_under_way_from_their_next_t
     newer = served.holding.now.deployment.sha256
     assert newer != first and [one["summary"]["deployment"] for one in told] == [newer, newer]
     begin = told[0]["tokens"][0]["position"]
+    held = [{"position": 0, "deployment": first}, {"position": begin + 2, "deployment": newer}]
+    assert told[0]["summary"]["deployments"] == held and "deployments" not in told[1]["summary"]
     met = [[(event["concept"], event["position"] - begin) for event in one["events"]] for one in told]
     assert met == [[("c1", 0), ("c2", 3)], [("c1", 0), ("c2", 1)]]
 

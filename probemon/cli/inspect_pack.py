@@ -75,6 +75,12 @@ def _of(stated: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _rounded(stated: Mapping[str, Any]) -> str:
+    """How far rounding to int8 moved scores."""
+    moved = ", ".join(_of(stated, {"max_score_error": "at most", "mean_score_error": "on average"}))
+    return f"which moved scores ({moved})" if moved else "by how much is not stated"
+
+
 def _as_dict(pack: ProbePack) -> dict[str, Any]:
     manifest = pack.manifest
     return {
@@ -136,7 +142,9 @@ def _show(pack: ProbePack) -> None:
     areas = [one["auroc"] for one in found if isinstance(one, dict) and is_number(one.get("auroc"))]
     if areas and not figures:
         figures = [f"AUROC of {len(areas)} concepts on test texts: median {median(areas):.3f}, least {min(areas):.3f}"]
-    say(f"quality: {'; '.join(figures) or 'not stated'}")
+    rounded = stated.get("int8")
+    of = f" of the weights before they were rounded, {_rounded(rounded)}" if isinstance(rounded, dict) else ""
+    say(f"quality{of}: {'; '.join(figures) or 'not stated'}")
     if pack.alert_sets:
         others = f"; beside it {', '.join(pack.alert_sets[1:])}" if pack.alert_sets[1:] else ""
         say(f"alert thresholds: {pack.alert_sets[0]}, which it recommends{others}")

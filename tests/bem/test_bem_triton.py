@@ -115,6 +115,34 @@ def test_strides_of_weights_rows_and_codes_change_no_bit():
     assert torch.equal(generated_update(x, v, u, same, SCALE), generated_update(x, v, u, same.contiguous(), SCALE))
 
 
+def test_weights_that_lie_too_far_apart_for_int32_are_copied(monkeypatch):
+    """Place (size - 1) * stride is what the kernels count up to; on the device "meta" nothing takes memory."""
+    last = torch.empty_strided((2, 8), (2**31 - 8, 1), device="meta")
+    assert bem_triton._near(last) is last
+    for far in ((2, 8), (2**31 - 7, 1)), ((4096, 8), (600_000, 1)), ((8, 4096), (1, 600_000)):
+        assert bem_triton._near(torch.empty_strided(*far, device="meta")).is_contiguous()
+    x, v, u, codes, _ = case(3, 30, 20, 4)
+    plain = forward_and_backward(x, v, u, codes, torch.zeros(3, 20))
+    kernel, strides = bem_triton._over_rows, []
+
+    def seen(grid, *args, **options):
+        strides.append([(t.stride(0), t.stride(1)) for t in args[1:3]])
+        kernel[grid](*args, **options)
+
+    monkeypatch.setattr(
+        bem_triton, "_over_rows", type("Seen", (), {"__getitem__": lambda _, grid: functools.partial(seen, grid)})()
+    )
+    apart = [torch.cat([t, torch.full_like(t, float("nan"))], dim=1)[:, :4] for t in (v, u)]
+    for farthest, expected in ((10**9, (8, 1)), (100, (4, 1))):
+        monkeypatch.setattr(bem_triton, "_FARTHEST", farthest)
+        strides.clear()
+        inputs = [t.detach().requires_grad_() for t in (x, *apart, codes)]
+        out = generated_update(*inputs, SCALE)
+        out.backward(weighting(out))
+        assert strides == [[expected] * 2] * 2
+        assert all(torch.equal(a, b) for a, b in zip([out, *(t.grad for t in inputs)], plain[:5], strict=True))
+
+
 def forward_and_backward(x, v, u, codes, base, eps=0.0, needs=(True,) * 5):
     """The output and the gradients of a fixed weighting of it."""
     inputs = [t.detach().clone().requires_grad_(need) for t, need in zip((x, v, u, codes, base), needs, strict=True)]

@@ -31,6 +31,7 @@ _PROGRAMS = 128  # wanted of a launch: where rows are few, several programs shar
 _TILE = 16384  # products of a tile, 64 of each of 256 threads
 _WARPS = 8
 _STAGES = 3  # loads under way while a tile is multiplied
+_FARTHEST = (1 << 31) - 1  # place within V or U, which the kernels count in int32: in strided ones a copy is read
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -174,6 +175,11 @@ def _rows_contiguous(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
+def _near(t: Tensor) -> Tensor:
+    farthest = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t if farthest <= _FARTHEST else t.contiguous()
+
+
 class _GeneratedUpdate(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -234,6 +240,7 @@ def generated_update(
     """
     _check(x, V, U, codes, base, eps)
     x, codes, base = _rows_contiguous(x), codes.contiguous(), base if base is None else _rows_contiguous(base)
+    V, U = _near(V), _near(U)
     tensors = [t for t in (x, V, U, codes, base) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _GeneratedUpdate.apply(x, V, U, codes, base, float(scale), float(eps))  # type: ignore[no-any-return,no-untyped-call,unused-ignore]

@@ -39,7 +39,7 @@ def kernel_resources(found: dict[str, Any]) -> list[str]:
         cells += [
             _each(f"{row['registers']}" for row in rows),
             _each(f"{row['spill_stores'] + row['spill_loads']}" for row in rows),
-            _each(f"{(row['static_shared'] + row['dynamic_shared']) / 1024:.3g}" for row in rows),
+            _each(_kilobytes(row["static_shared"] + row["dynamic_shared"]) for row in rows),
             _each(f"{row['resident_warps']}" for row in rows),
             _each(_short(row["read_us"]) for row in rows),
             "" if rows[0]["flops_us"] is None else _each(_short(row["flops_us"]) for row in rows),
@@ -51,6 +51,10 @@ def kernel_resources(found: dict[str, Any]) -> list[str]:
 def _each(values: Any) -> str:
     different = list(dict.fromkeys(shown := list(values)))
     return different[0] if len(different) == 1 else " / ".join(shown)
+
+
+def _kilobytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1024:.3g}" if n_bytes >= 1024 else "under 1"
 
 
 def _short(microseconds: float) -> str:

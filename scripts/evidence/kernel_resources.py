@@ -9,7 +9,8 @@ No GPU is needed, and none has run this. The launchers of the package are called
 what they would launch is recorded: kernel, arguments, settings, number of programs. Triton compiles each launch for
 each chip, as it would there; its `ptxas -v` says what the code needs. The rest is arithmetic with the public limits of
 the chips (`CHIPS`): how many warps can reside on a processor, and how long the bytes that a launch has to move, and its
-products, take at the stated rates. A launch takes at least as long. How much longer, only a GPU tells.
+products, take at the stated rates. A launch that has to read its bytes from memory takes at least as long; weights that
+the chip's cache still holds come sooner. How long it takes, only a GPU tells.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from figure_words import JUDGED, reason_of
+from kernel_figures import kernel_resources, kernel_summary
 from memory_figures import memory_overhead, recall_study, recipe_refusals, recipe_traps, recipes
 from operations_figures import operations
 from staleness import stale_files
@@ -585,6 +586,7 @@ TABLES = {
     "perf_track.json": (demo_forms,),
     "bem_reason.json": (reason,),
     "form_launches.json": (launches,),
+    "kernel_resources.json": (kernel_resources, kernel_summary),
     "shown.json": [shown, shown_claims],
 }
 

@@ -20,7 +20,7 @@ from probemon.errors import ConfigError
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "cross_compile_bem.py"
 # Shared memory that one program may have, in bytes, by compute capability.
-LIMITS = {80: 163 << 10, 90: 227 << 10}
+LIMITS = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 RANKS = (1, 3, 8, 16, 64)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SCALE = 1.75
@@ -113,6 +113,34 @@ def test_strides_of_weights_rows_and_codes_change_no_bit():
     assert torch.equal(plain, generated_update(columns[0], v, u, codes, SCALE, base=columns[1]))
     same = codes[:1].expand(11, 5)
     assert torch.equal(generated_update(x, v, u, same, SCALE), generated_update(x, v, u, same.contiguous(), SCALE))
+
+
+def test_weights_that_lie_too_far_apart_for_int32_are_copied(monkeypatch):
+    """Place (size - 1) * stride is what the kernels count up to; on the device "meta" nothing takes memory."""
+    last = torch.empty_strided((2, 8), (2**31 - 8, 1), device="meta")
+    assert bem_triton._near(last) is last
+    for far in ((2, 8), (2**31 - 7, 1)), ((4096, 8), (600_000, 1)), ((8, 4096), (1, 600_000)):
+        assert bem_triton._near(torch.empty_strided(*far, device="meta")).is_contiguous()
+    x, v, u, codes, _ = case(3, 30, 20, 4)
+    plain = forward_and_backward(x, v, u, codes, torch.zeros(3, 20))
+    kernel, strides = bem_triton._over_rows, []
+
+    def seen(grid, *args, **options):
+        strides.append([(t.stride(0), t.stride(1)) for t in args[1:3]])
+        kernel[grid](*args, **options)
+
+    monkeypatch.setattr(
+        bem_triton, "_over_rows", type("Seen", (), {"__getitem__": lambda _, grid: functools.partial(seen, grid)})()
+    )
+    apart = [torch.cat([t, torch.full_like(t, float("nan"))], dim=1)[:, :4] for t in (v, u)]
+    for farthest, expected in ((10**9, (8, 1)), (100, (4, 1))):
+        monkeypatch.setattr(bem_triton, "_FARTHEST", farthest)
+        strides.clear()
+        inputs = [t.detach().requires_grad_() for t in (x, *apart, codes)]
+        out = generated_update(*inputs, SCALE)
+        out.backward(weighting(out))
+        assert strides == [[expected] * 2] * 2
+        assert all(torch.equal(a, b) for a, b in zip([out, *(t.grad for t in inputs)], plain[:5], strict=True))
 
 
 def forward_and_backward(x, v, u, codes, base, eps=0.0, needs=(True,) * 5):
@@ -372,7 +400,7 @@ def test_every_kernel_compiles_for_real_chips_without_matrix_units_or_atomics():
     done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * 2 * (5 + 2)
+    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (2 * (6 + 3) + (2 + 2)) + 3 * (2 + 2)
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
         assert "fma" in one["instructions"] and not {"mma", "wgmma", "atom", "red"} & set(one["instructions"]), one

@@ -10,6 +10,7 @@ import pytest
 import benchmark
 import benchmark_bem
 import figures
+import kernel_figures
 import vllm_figures
 from mutate_alignment import MUTATIONS
 from probemon.bem.config import FORMS
@@ -190,6 +191,22 @@ def test_what_kernels_of_forms_could_spare_is_what_was_counted():
         f"moves {moved['film']:.1f} times the bytes of a kernel, Kronecker products {moved['kronecker']:.1f}"
         in decision
     )
+
+
+def test_what_kernels_need_of_a_gpu_is_what_was_compiled():
+    found, page = result("kernel_resources.json"), page_of("docs/performance.md")
+    assert flat(kernel_figures.kernel_resources(found)) in page and flat(kernel_figures.kernel_summary(found)) in page
+    assert "estimate on paper, of code that no GPU has run" in page and found["ran_on_a_gpu"] is False
+    step, prompt = (
+        kernel_figures.rows_of(found, kernel, f"64 128-64-1 probes, {states}", "bfloat16")[1]
+        for kernel, states in (("_layered", "1 state"), ("_layered_groups", "64 states"))
+    )
+    assert step["hidden"] == prompt["hidden"] == 4096 and found["chips"]["90"]["name"] == "H100"
+    assert f"needs {step['read_us']:.0f} µs for the weights and {step['flops_us']:.1f} µs for the products" in page
+    assert f"the products take {prompt['flops_us']:.0f} µs beside {prompt['read_us']:.0f} µs of reading" in page
+    linear = kernel_figures.rows_of(found, "_linear", "64 linear probes, 1 state", "bfloat16")[1]
+    assert f"has {linear['programs']} programs for {found['chips']['90']['processors']} processors" in page
+    assert {row["sm"] for row in found["rows"]} == {80, 90, 100} and all("error" not in row for row in found["rows"])
 
 
 def test_the_reason_to_route_is_what_was_measured():

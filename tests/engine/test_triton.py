@@ -82,15 +82,20 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
     # A sum along D is made by the same threads in the same order whether a pair is scored alone, in a group or in a
-    # descent.
-    layouts = {}
+    # descent, and as many products are fused with it: a kernel for groups holds the code of a pair five times.
+    layouts, fused = {}, {}
     for one in made:
         for kind in ("layered groups", "layered", "cascade: score linear", "cascade: score", "linear"):
             if one["kernel"].startswith(kind):
-                layouts.setdefault((one["arch"], one["kernel"].removeprefix(kind)), []).append(one["layouts"])
+                case = one["arch"], one["kernel"].removeprefix(kind)
+                layouts.setdefault(case, []).append(one["layouts"])
+                n_copies = 5 if kind == "layered groups" else 1
+                assert one["fused"] % n_copies == 0, one
+                fused.setdefault(case, set()).add(one["fused"] // n_copies)
                 break
     assert sorted(map(len, layouts.values())) == [2] * 2 * 4 + [3] * (6 + 6 + 6 + 1 + 4)  # linear ones are not grouped
     assert all(len(of[0]) == 1 and all(other == of[0] for other in of) for of in layouts.values()), layouts
+    assert all(len(counts) == 1 and min(counts) > 0 for counts in fused.values()), fused
 
 
 @pytest.mark.filterwarnings(

@@ -117,9 +117,11 @@ def main():
             source = ASTSource(
                 fn=kernel, signature=signature(kernel, constants, dtype), constexprs=constants, attrs=even
             )
-            made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=kernels.OPTIONS)
             told = {"kernel": name, "arch": arch, "shared": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
-            print(json.dumps({**told, "layouts": layouts(made.asm["ttgir"], constants)}))
+            told["layouts"] = layouts(made.asm["ttgir"], constants)
+            told["fused"] = len(re.findall(r"\bfma\.rn\.f32\b", made.asm["ptx"]))
+            print(json.dumps(told))
 
 
 def layouts(text, constants):

@@ -14,16 +14,26 @@ from triton.compiler import ASTSource
 
 from probemon.bem.kernels import update as kernels
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 OF_STATES = ("a_ptr", "base_ptr", "out_ptr")
 # Pointers that a launch may leave out: of inference, without and with a base; of training, forward and backward.
 LAUNCHES = {"alone": ("sums_ptr", "base_ptr"), "kept": (), "back": ("base_ptr",), "sums only": ("base_ptr", "out_ptr")}
 OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
-def cases():
+SHAPES = (
+    (8, 4096, ("kept", "alone")),
+    (5, 70, ("back", "sums only")),
+    (64, 4096, ("kept",)),
+    (1, 4096, ("kept",)),
+    (2, 4096, ("kept",)),
+)
+
+
+def cases(arch):
     for dtype in NAMES:
-        for rank, d, launches in ((8, 4096, ("kept", "alone")), (5, 70, ("back", "sums only")), (64, 4096, ("kept",))):
+        # What needs most on the chip that has least, and of fp64 everywhere.
+        for rank, d, launches in SHAPES[3:] if arch == 86 or dtype == torch.float64 else SHAPES[:4]:
             meta = kernels.tile_meta(rank, d, dtype)
             for launch in launches:
                 yield f"rows, {launch}, {rank} {d} {dtype}", kernels._over_rows, meta, dtype, LAUNCHES[launch]
@@ -40,7 +50,8 @@ def source(name, kernel, meta, dtype, absent):
         if argument in constants:
             found[argument] = "constexpr"
         elif argument.endswith("_ptr"):
-            found[argument] = "*" + (NAMES[dtype] if argument in OF_STATES else "fp32")
+            wide = argument in OF_STATES or dtype == torch.float64
+            found[argument] = "*" + (NAMES[dtype] if wide else "fp32")
         else:
             found[argument] = "fp32" if argument in ("scale", "eps") else "i32"
     sizes = ("K", "N", "A_ROW", "BASE_ROW", "FIRST_R", "SECOND_R", "N_SHARE", "PART_ROWS")
@@ -53,8 +64,8 @@ def source(name, kernel, meta, dtype, absent):
 
 
 def main():
-    for arch in (80, 90):
-        for name, kernel, meta, dtype, absent in cases():
+    for arch in (80, 86, 90):
+        for name, kernel, meta, dtype, absent in cases(arch):
             options = {option: meta[option] for option in OPTIONS}
             made = triton.compile(
                 source(name, kernel, meta, dtype, absent), target=GPUTarget("cuda", arch, 32), options=options

@@ -28,9 +28,12 @@ ROWS = 8  # of a program. Fixed: a tile that grew with the batch would change th
 PART = 256  # rows of one part of a sum over rows, at least
 _MOST_PARTS = 64  # bounds the memory of the parts
 _PROGRAMS = 128  # wanted of a launch: where rows are few, several programs share a block, each with its own outputs
-_TILE = 16384  # products of a tile, 64 of each of 256 threads
+_TILE = 16384  # products of a tile, 64 of each of 256 threads; of fp64, for which registers do not suffice, half
+# Of a tile. More, which ranks of 1 and 2 would leave room for, need more shared memory than the 99 KB of many chips.
+_MOST_COLUMNS = 512
 _WARPS = 8
 _STAGES = 3  # loads under way while a tile is multiplied
+_FARTHEST = (1 << 31) - 1  # place within V or U, which the kernels count in int32: in strided ones a copy is read
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -121,8 +124,8 @@ def _over_columns(  # type: ignore[no-untyped-def]
 def tile_meta(rank: int, widest: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return compile-time sizes for weights of this rank, the longer `widest` long, and sums in `dtype`."""
     r = triton.next_power_of_2(rank)
-    block = min(max(triton.next_power_of_2(widest), 16), _TILE // (ROWS * r))
-    accumulator = tl.float64 if dtype == torch.float64 else tl.float32
+    accumulator, tile = (tl.float64, _TILE // 2) if dtype == torch.float64 else (tl.float32, _TILE)
+    block = min(max(triton.next_power_of_2(widest), 16), tile // (ROWS * r), _MOST_COLUMNS)
     # Fused multiply-add is set by name: it decides the bits, and its default is not the same in every Triton.
     return {
         "RANK": rank, "R": r, "ROWS": ROWS, "BLOCK": block, "STAGES": _STAGES, "ACC": accumulator, "num_warps": _WARPS,
@@ -172,6 +175,11 @@ def sum_over_rows(a: Tensor, sums: Tensor, codes: Tensor, scale: float, eps: flo
 
 def _rows_contiguous(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
+
+
+def _near(t: Tensor) -> Tensor:
+    farthest = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t if farthest <= _FARTHEST else t.contiguous()
 
 
 class _GeneratedUpdate(torch.autograd.Function):
@@ -234,6 +242,7 @@ def generated_update(
     """
     _check(x, V, U, codes, base, eps)
     x, codes, base = _rows_contiguous(x), codes.contiguous(), base if base is None else _rows_contiguous(base)
+    V, U = _near(V), _near(U)
     tensors = [t for t in (x, V, U, codes, base) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _GeneratedUpdate.apply(x, V, U, codes, base, float(scale), float(eps))  # type: ignore[no-any-return,no-untyped-call,unused-ignore]

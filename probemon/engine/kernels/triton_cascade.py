@@ -28,6 +28,7 @@ from torch import Tensor
 
 from probemon.core.inputs import check_states, described
 from probemon.engine.kernels.triton_pairs import (
+    OPTIONS,
     PAIRS,
     ROWS,
     arguments_of,
@@ -341,6 +342,7 @@ class DeviceCascade:
         _begin[(n_states,)](
             self._start, len(self._start), before, self._anc_ptr, self._anc_idx, ids, mark, begin, count, over,
             n_probes, cap, before.shape[1], self._limit, CLOSE=path or self._most_members > 0, BLOCK=_BLOCK,
+            **OPTIONS,
         )  # fmt: skip
         layers, scaled = arguments_of(weights), "w1_scale" in weights
         grouped = self._most_members > 0
@@ -349,19 +351,21 @@ class DeviceCascade:
         for at in range(self._n_rounds + 1):
             _score[(n_programs, n_states)](
                 x, *layers, ids, self._input_of, begin, count, parts, arrived, own,
-                n_states, cap, d, h1, h2, n_parts, **meta,
+                n_states, cap, d, h1, h2, n_parts, **meta, **OPTIONS,
             )  # fmt: skip
             if grouped:
                 _share[(n_states,)](
-                    ids, own, score, begin, count, *self._groups, n_probes, cap, self._most_members, BLOCK=_BLOCK
-                )
+                    ids, own, score, begin, count, *self._groups, n_probes, cap, self._most_members, BLOCK=_BLOCK,
+                    **OPTIONS,
+                )  # fmt: skip
             _expand[(n_states,)](
                 ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr,
                 self._child_idx, self._parent_ptr, self._parent_idx, self._anc_ptr, self._anc_idx,
                 n_probes, cap, self._limit, self._n_ranks if path else 1, self._most_parents,
                 PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._last_open, BLOCK=_BLOCK,
+                **OPTIONS,
             )  # fmt: skip
         _finish[(n_states,)](
-            ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap
+            ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap, **OPTIONS
         )
         return DeviceDescent(count, ids, out, kept, over)

@@ -26,6 +26,8 @@ ROWS = 16  # rows of a program: 44 probes of 128 rows are 352 programs, for 132 
 PAIRS = 16  # linear probes of a program
 GROUP = 4  # pairs of a program that share its weights
 MANY = 2048  # pairs from which they share: fewer would leave processors idle
+# Fused multiply-add is set by name: it decides the bits, and its default is not the same in every Triton.
+OPTIONS = {"enable_fp_fusion": True}
 _MOST_PAIRS = 1 << 18  # pairs of a launch: bounds the memory of their parts
 _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -295,6 +297,7 @@ def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) 
                 LAYERNORM=norm == "layernorm",
                 NORM=norm != "none",
                 BLOCK_D=min(triton.next_power_of_2(d), 2048),
+                **OPTIONS,
             )
     return out.to(dtype)
 
@@ -353,7 +356,7 @@ def _score(
     if "w3" not in weights:
         _linear[(triton.cdiv(n, PAIRS),)](
             x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS,
-            LOGITS=logits,
+            LOGITS=logits, **OPTIONS,
         )  # fmt: skip
         return
     n_layers, h2 = 2 + ("w2" in weights), weights["w2"].shape[1] if "w2" in weights else 1
@@ -362,11 +365,11 @@ def _score(
     meta, arrived = layered_meta(h1, h2, d, n_layers, scaled, logits), _arrived(n, x.device)
     if shares:
         _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](
-            x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, d, h1, h2, n_parts, **meta
+            x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, d, h1, h2, n_parts, **meta, **OPTIONS
         )
     else:
         _layered[(n * n_parts,)](
-            x, *layers, rows, slots, parts, arrived, out, len(x), n_slots, d, h1, h2, n_parts, **meta
+            x, *layers, rows, slots, parts, arrived, out, len(x), n_slots, d, h1, h2, n_parts, **meta, **OPTIONS
         )
 
 

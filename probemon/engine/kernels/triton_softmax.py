@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from probemon.core.softmax_groups import Floats, Ints
+from probemon.engine.kernels.triton_pairs import OPTIONS
 
 _BLOCK = 64  # pairs of a program
 
@@ -65,7 +66,7 @@ def softmax_triton(logits: Floats, starts: Ints, device: torch.device) -> Floats
     with torch.cuda.device_of(z):  # Triton launches on the current device
         _shares[(triton.cdiv(len(logits), _BLOCK),)](
             z, put(np.arange(len(logits))), put(np.repeat(starts, sizes)), put(np.repeat(starts + sizes, sizes)), out,
-            len(logits), int(sizes.max(initial=0)), BLOCK=_BLOCK,
+            len(logits), int(sizes.max(initial=0)), BLOCK=_BLOCK, **OPTIONS,
         )  # fmt: skip
     scores: Floats = out.cpu().numpy()
     return scores

@@ -68,6 +68,7 @@ from probemon.packs.tensors import (
 )
 
 _FINITE_BYTES = _BLOCK_BYTES = 64 << 20
+_SMALL_BYTES = 16 << 10
 _MAX_REPLAY_ERROR = 1e-5
 
 
@@ -375,13 +376,17 @@ class OpenedPack:
         largest, at = {name: np.empty(len(wanted)) for name in weights}, 0
         # In bounded pieces: absolute values are a copy.
         most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in weights.values())))
-        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
-            for first in range(int(run[0]), int(run[-1]) + 1, most):
-                stop = min(first + most, int(run[-1]) + 1)
+        # Neighbours are looked at where they lie; of small probes a copy costs less than a call for each run of them.
+        small = self.weight_bytes() < _SMALL_BYTES * self.n_probes
+        ends = [] if small else np.flatnonzero(np.diff(wanted) != 1) + 1
+        for run in np.split(wanted, ends) if len(wanted) else []:
+            for piece in (run[start : start + most] for start in range(0, len(run), most)):
+                first, stop = int(piece[0]), int(piece[-1]) + 1
+                of = slice(first, stop) if stop - first == len(piece) else torch.from_numpy(piece)
                 self.check_unchanged()
                 for name, tensor in weights.items():
-                    largest[name][at : at + stop - first] = largest_magnitudes(tensor[first:stop])
-                at += stop - first
+                    largest[name][at : at + len(piece)] = largest_magnitudes(tensor[of])
+                at += len(piece)
         self.check_unchanged()
         self._limit(wanted, largest)
 

@@ -5,6 +5,7 @@ used.
 import json
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import sha256
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbeLoadError
-from probemon.packs import concept_lines
+from probemon.packs import concept_lines, opened
 
 
 def cycle(tensors):
@@ -202,6 +203,26 @@ def test_large_finite_weights_are_not_mistaken_for_infinite(pack, tmp_path):
 
     forged = ProbePack.open(forge(pack, tmp_path / "forged", change))
     forged.check_finite()
+
+
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_weights_are_looked_at_alike_where_they_lie_and_as_copies(pack, tmp_path, monkeypatch, small):
+    monkeypatch.setattr(opened, "_SMALL_BYTES", small)
+    monkeypatch.setattr(opened, "_FINITE_BYTES", 3 * 4 * pack.weights["w1"][0].numel())  # three probes a piece
+    one, all_at_once = ProbePack.open(pack.directory), ProbePack.open(pack.directory)
+    wanted = np.array([30, 3, 4, 5, 6, 7, 11, 3, 20])
+    all_at_once.check_finite(wanted)
+    for probe in np.unique(wanted).tolist():
+        one.check_rows({name: tensor[probe : probe + 1] for name, tensor in pack.weights.items()}, probe)
+    assert np.array_equal(all_at_once.input_limit, one.input_limit, equal_nan=True)
+
+    def change(tensors):
+        tensors["w1"][[11, 30], 2, 3] = float("nan")
+
+    forged = ProbePack.open(forge(pack, tmp_path / "forged", change))
+    forged.check_finite(np.array([3, 4, 20]))
+    with pytest.raises(PackCorrupt, match=r"probe 11\) is not finite"):
+        forged.check_finite(wanted)
 
 
 def test_truncation_inside_the_header_is_named(pack, tmp_path):

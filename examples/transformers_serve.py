@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,8 +57,16 @@ def watched_server(
                 concept, _, above = rule.partition(":")
                 run.on(concept, above=float(above) if above else None, action=lambda event: tell(described(event)))
             yield server
+            wait_for_answers(run)
     finally:
         server.kill_server()
+
+
+def wait_for_answers(run: Any, seconds: float = 30) -> None:
+    """Wait until no answer is generated: the server sends the last token before `generate()` has returned."""
+    end = time.monotonic() + seconds
+    while any(not recording.done for recording in run.recordings) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def described(event: Any) -> dict[str, Any]:

@@ -265,7 +265,7 @@ def test_what_settings_cost_and_find_is_what_was_measured():
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
     measured, page = result("cpu.json"), page_of("docs/performance.md")
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)
-    for table in (figures.claims, figures.host, figures.grid, figures.scale):
+    for table in figures.TABLES["cpu.json"]:
         assert flat(table(measured)) in page
     cells = {}
     for row in measured["rows"]:
@@ -284,6 +284,13 @@ def test_tables_of_the_benchmark_are_those_of_its_result_file():
             assert row["max_error"] < (
                 1e-6 if row["method"].startswith("ours") else 5e-3
             )  # what the page says of errors
+
+
+def test_a_pack_that_does_not_fit_is_what_was_measured():
+    found, page = result("paging.json"), page_of("docs/performance.md")
+    assert flat(figures.paging(found)) in page and found["pack_mb"] > found["limit_mb"]
+    assert f"{found['n_probes']:,} random probes" in page
+    assert f"{found['pack_mb']:,} MB of weights" in page and f"may use {found['limit_mb']:,} MB" in page
 
 
 def test_agreement_is_what_was_measured():

@@ -23,6 +23,7 @@ from probemon.offline.documents import read_documents
 from probemon.offline.state_reader import StateReader
 from probemon.offline.windows import Reading, shards
 from probemon.packs.group import AnyPack
+from probemon.packs.manifest import SO_FAR
 
 MOST_TOKENS = 512
 _PROMPT_TOKENS = 32  # of the text, which the host is given to go on from
@@ -48,7 +49,7 @@ class MeasuredSettings:
     def on(cls, host: Any, tokenizer: Any, pack: AnyPack, device: str, documents: Path | None) -> MeasuredSettings:
         """Measure on the first document that can be read. Raises `ConfigError` where there is none."""
         source = [{"text": TEXT}] if documents is None else documents
-        reader = StateReader(host, tokenizer, list(pack.sites), Reading())
+        reader = StateReader(host, tokenizer, list(pack.sites), Reading(), so_far=pack.scope == SO_FAR)
         read = next((one for shard in shards(read_documents(source)) for one in reader.states([shard])), None)
         if read is None:
             raise ConfigError(f"no document of {documents} has a token: give --text a file with texts")

@@ -29,6 +29,7 @@ from probemon.host.compatibility import check_host
 from probemon.offline.documents import Document
 from probemon.offline.state_reader import ShardPlan, StateReader
 from probemon.offline.windows import Piece, Reading, Shard, Tokens, shards
+from probemon.packs.manifest import SO_FAR
 
 _IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
 _Part = tuple[list[Piece], Scores, tuple[Tensor, Tensor] | None]
@@ -110,7 +111,8 @@ class CorpusScorer:
         strict: bool = False,
         floor: float | None = None,
     ) -> None:
-        self.reader = StateReader(model, tokenizer, manager.pack.sites, reading)
+        so_far = manager.pack.scope == SO_FAR
+        self.reader = StateReader(model, tokenizer, manager.pack.sites, reading, so_far=so_far)
         check_host(manager.pack, self.reader.host, strict=strict)
         self.manager = manager
         self.strategy = manager.strategy.batch  # may be set to another before anything is scored

@@ -37,6 +37,7 @@ from probemon.host.recurrent.state_sites import site_width
 from probemon.host.tap import Tap, check_states, ran_again
 from probemon.offline.documents import Document
 from probemon.offline.windows import Piece, Reading, Shard, Tokens, batches, cut, encode
+from probemon.packs.manifest import SO_FAR, scope_of
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,16 @@ class _OwnForward(threading.local):
 class StateReader:
     """Reads hidden states of a host in eval mode at `sites`.
 
+    `so_far`: what is made of the states tells of all tokens so far, as those of `ssm_state.N` do in any case. Documents
+    of more than one window are then left out: behind the first nothing would be known of what came before.
+
     Raises `NotSupportedHost` where the host has an encoder, or its answers depend on what it read before, `ConfigError`
     where it is training.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading, *, so_far: bool = False
+    ) -> None:
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(
@@ -80,6 +86,7 @@ class StateReader:
                 f"{dropping} of {type(host).__name__} is training, and drops at random: call model.eval()"
             )
         self.tokenizer, self.reading, self.sites = tokenizer, reading, tuple(sites)
+        self._so_far = so_far or scope_of(sites) == SO_FAR
         self.window = reading.window_for(type(host).__name__, longest_input(host))
         self.model, self.host = model, host
         # Where padding gets into a row, or its length into others, only rows of one length share a batch.
@@ -131,10 +138,17 @@ class StateReader:
         documents, tokens, pieces = list(shard.documents), [], []
         for place, document in enumerate(documents):
             encoded, reason = (None, document.reason) if document.reason else self._tokens(document.text)
+            windows = [] if encoded is None else cut(encoded, place, self.window)
+            if len(windows) > 1 and self._so_far:
+                reason = (
+                    f"{len(encoded or ()):,} tokens, more than a window of {self.window.n_tokens:,} takes: behind it"
+                    " scores of all tokens so far would begin anew. Give a longer window"
+                )
+                encoded, windows = None, []
             if reason:
                 documents[place] = Document(document.index, document.id, document.text, reason, document.fields)
             tokens.append(encoded)
-            pieces += [] if encoded is None else cut(encoded, place, self.window)
+            pieces += windows
         grouped = batches(
             pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded
         )

@@ -27,6 +27,7 @@ from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.score_counts import N_BINS
 from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.errors import ConfigError
+from probemon.packs.manifest import HERE, SO_FAR
 from probemon.packs.pack import ProbePack
 from probemon.packs.pack_html import packs_html
 
@@ -60,6 +61,7 @@ class PackGroup:
         self.name = " + ".join(self.packs)
         self.hidden_size = members[0].architecture.hidden_size
         self.n_probes = sum(pack.n_probes for pack in members)
+        self.scope = SO_FAR if any(pack.scope == SO_FAR for pack in members) else HERE  # that of the widest
         self.inputs = list(dict.fromkeys(spec for pack in members for spec in pack.inputs))
         self.sites = list(dict.fromkeys(spec.site for spec in self.inputs))
         self.aggregated = tuple(sorted({name for pack in members for name in pack.aggregated}))

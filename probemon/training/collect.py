@@ -28,7 +28,7 @@ from probemon.core.files import save_tensors, write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import SITE
 from probemon.errors import TrainingError
-from probemon.offline.windows import Reading
+from probemon.offline.windows import Reading, cut
 from probemon.training.example_files import Source
 from probemon.training.examples import read_examples
 from probemon.training.groups import group_examples
@@ -52,7 +52,7 @@ _BATCH = 4096  # rows of a batch of parquet
 class Collected:
     """R tokens of texts in a folder: `document`, `position`, `token`, `start`, `end`, `group` `[R]`, `known [R, P]`.
 
-    `left_out`: how many tokens more the budget had no room for.
+    `left_out`: how many tokens more the budget had no room for. `windowed`: texts that took more than one window.
     """
 
     folder: Path
@@ -66,6 +66,7 @@ class Collected:
     known: Known
     store: StateStore
     left_out: int = 0
+    windowed: frozenset[int] = frozenset()
 
     def states(self, site: str) -> SiteStates:
         """Return the states of a site."""
@@ -76,8 +77,13 @@ class Collected:
         which the concept was there, 0 where it was absent at each so far, -1 where that is unknown.
 
         The labels of probes of a recurrent state (`ssm_state.N`). Raises `TrainingError` where tokens before a row are
-        in no row.
+        in no row, or were read in a window before its own.
         """
+        if self.windowed:
+            raise TrainingError(
+                f"text {min(self.windowed)} took more than one window, and states behind the first know nothing of what"
+                " came before: collect with a longer window, or shorter texts"
+            )
         so_far = np.empty_like(self.known)
         for document in np.unique(self.document):
             rows = np.flatnonzero(self.document == document)
@@ -182,6 +188,7 @@ def collect(
             known,
             store,
             n_wanted - len(store.document),
+            frozenset(i for i, own in enumerate(tokens) if len(cut(own, i, reader.plain.window)) > 1),
         )
         _remove_earlier(found)
         _write(found, [text.text for text in texts], [text.where for text in texts], group)

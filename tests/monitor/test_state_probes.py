@@ -17,9 +17,10 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, HostMismatch, NotSupportedHost, PackCorrupt, PackError, TrainingError
 from probemon.host.fingerprint import fingerprint
 from probemon.host.recurrent.state_sites import site_width
-from probemon.offline.windows import Reading
+from probemon.offline.windows import Reading, Window
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename
+from probemon.training.collect import collect
 from recurrent_hosts import BATCH, GREEDY, HOSTS, make_host, states_alone
 
 N = 6
@@ -113,9 +114,32 @@ def test_offline_equals_online_and_states_are_collected_with_labels_of_all_token
         ).known_so_far()
 
 
-def test_states_of_a_bf16_host_are_kept_in_fp32_beside_its_own(tmp_path):
-    from probemon.training.collect import collect
+def test_offline_what_tells_of_all_tokens_so_far_is_not_cut_into_windows(tmp_path):
+    """A later window begins with an empty state, and with no attention to what came before it."""
+    host, tokenizer = make_host("mamba2", vocab_size=100), make_tokenizer()
+    texts, short = ["abcdefgh", "abcdefghabcdefgh"], Reading(window=Window(12, 2), special_tokens="none")
+    reason = "16 tokens, more than a window of 12 takes: behind it scores of all tokens so far would begin anew"
+    here = pack_for(tmp_path, host, "delta.1", "here")
+    for pack, left_out in (
+        (pack_for(tmp_path, host, "ssm_state.1", "state"), True),
+        (pack_for(tmp_path, host, "resid_post.1", "stated", scope="so far"), True),
+        (here, False),
+    ):
+        manager = DynamicProbeManager(pack)
+        for name, reading in (("short", short), ("long", Reading(window=Window(16, 2), special_tokens="none"))):
+            analysis = manager.analyze(host, tokenizer, texts, tmp_path / f"{pack.name}-{name}", reading=reading)
+            first, second = analysis.documents().column("reason").to_pylist()
+            assert first == "" and second.startswith(reason) == (left_out and name == "short")
+    assert DynamicProbeManager([here, pack_for(tmp_path, host, "delta.0", "other")]).pack.scope == "here"
+    texts = [{"text": text, "spans": [{"start": 0, "end": 1, "concept": "a"}]} for text in texts]
+    with pytest.raises(TrainingError, match=reason):
+        collect(host, tokenizer, texts, tmp_path / "states", sites=["ssm_state.1"], reading=short)
+    collected = collect(host, tokenizer, texts, tmp_path / "residual", sites=["resid_post.1"], reading=short)
+    with pytest.raises(TrainingError, match="text 1 took more than one window"):
+        collected.known_so_far()
 
+
+def test_states_of_a_bf16_host_are_kept_in_fp32_beside_its_own(tmp_path):
     host, tokenizer = make_host("mamba2", vocab_size=100).bfloat16(), make_tokenizer()
     sites = ["resid_post.1", "ssm_state.1", "delta.1"]
     first = collect(host, tokenizer, [{"text": "abcdefgh"}], tmp_path / "s", sites=sites)

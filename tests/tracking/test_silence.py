@@ -272,6 +272,17 @@ def test_an_adapter_that_is_switched_and_switched_back_is_told(manager, two_adap
 
 
 @ADAPTED
+def test_an_adapter_whose_scale_changes_within_a_generation_is_told(manager, two_adapters):
+    """No weight is written to, and the same adapter stays on."""
+    layer = next(module for module in two_adapters.modules() if hasattr(module, "base_layer"))
+    with manager.attach(two_adapters) as run:
+        same = two_adapters.generate(input_ids=IDS, **GREEDY)
+        run.listen(lambda placed, scores: layer.scaling.update(one=3.0))
+        scaled = two_adapters.generate(input_ids=IDS, **GREEDY)
+    assert [run.result(out, generation=n).host_changed for n, out in enumerate((same, scaled))] == [False, True]
+
+
+@ADAPTED
 def test_an_adapter_that_changes_within_a_document_or_a_request_is_told(manager, two_adapters):
     host, cache = two_adapters.get_base_model(), DynamicCache()
     with torch.no_grad(), manager.attach(two_adapters) as run:

@@ -3,13 +3,15 @@
     python scripts/evidence/mutate_alignment.py --out docs/benchmarks/mutations.json
 
 Each mutation is applied to a copy of the package; the attribution tests must then fail. A mutation that survives
-ends the script with status 1. What FILE says of mutations caught at the same commit is kept, so a run goes on where it
-ended; what caught one at another commit is asked first.
+ends the script with status 1. What FILE says of a mutation is kept while what is measured, the file that it breaks and
+the test that caught it are what they were at the commit that caught it; else that test is asked first. A run that was
+ended goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -727,7 +729,11 @@ def main() -> int:
         shutil.copy(ROOT / "pyproject.toml", copy)
         known = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.is_file() else {}
         caught_before = {one["what"]: one for one in known.get("mutations", []) if one["caught_by"]}
-        before_now = caught_before if known.get("commit") == commit() else {}
+        before_now = {
+            what: one
+            for file, before, after, what in MUTATIONS
+            if (one := still_caught(caught_before, file, what)) and one["broken"] == digest(before, after)
+        }
         if failed(copy, TESTS, QUICK) or failed(copy, SLOW, COMPILED):
             print("the tests fail without any mutation", file=sys.stderr)
             return 2
@@ -744,7 +750,13 @@ def main() -> int:
                 caught_by = failed(copy, [likely]) if re.fullmatch(r"tests/\S+::\w+", likely) else ""
                 if "::" not in caught_by:  # a test that is not there any more fails as well
                     caught_by = failed(copy, first(file), QUICK) or failed(copy, SLOW, COMPILED)
-                before_now[what] = {"file": file, "what": what, "caught_by": caught_by}
+                before_now[what] = {
+                    "file": file,
+                    "what": what,
+                    "caught_by": caught_by,
+                    "commit": commit(),
+                    "broken": digest(before, after),
+                }
                 path.write_text(text)
             caught.append(before_now[what])
             report = {
@@ -757,6 +769,21 @@ def main() -> int:
                 write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     return 0 if report["n_caught"] == report["n_mutations"] else 1
+
+
+def digest(before: str, after: str) -> str:
+    """What is broken, and how, in a few characters."""
+    return hashlib.sha256(f"{before}\0{after}".encode()).hexdigest()[:12]
+
+
+def still_caught(known: dict[str, dict[str, str]], file: str, what: str) -> dict[str, str] | None:
+    """What is known of a mutation, if nothing has changed since by which that could be another."""
+    one = known.get(what)
+    if one is None or not one.get("commit"):
+        return None
+    test = re.split(r"::| \(", one["caught_by"])[0]
+    changed = ["git", "diff", "--quiet", one["commit"], "--", *MEASURES[1:], f"probemon/{file}", test]
+    return one if subprocess.run(changed, cwd=ROOT, check=False).returncode == 0 else None
 
 
 def first(file: str) -> list[str]:

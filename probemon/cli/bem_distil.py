@@ -65,7 +65,7 @@ def distil(
     check_has_twin(read_saved(adapter).config)
     rows = read(data)
     host, tokenizer = load_aloud(model, device, dtype)
-    lessons, _ = rows.lessons(tokenizer, most_tokens, quiet=as_json)
+    lessons, _ = rows.lessons(tokenizer, most_tokens)
     batches = [
         {key: tensor.to(host.device) for key, tensor in one.items()}
         for one in make_batches(lessons, batch, pad_of(tokenizer))

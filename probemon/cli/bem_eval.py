@@ -43,7 +43,7 @@ def evaluate(
     read_saved(adapter)
     rows = read(data)
     host, tokenizer = load_aloud(model, device, dtype)
-    lessons, documents = rows.lessons(tokenizer, most_tokens, quiet=as_json)
+    lessons, documents = rows.lessons(tokenizer, most_tokens)
     batches = [
         {key: tensor.to(host.device) for key, tensor in one.items()}
         for one in make_batches(lessons, batch, pad_of(tokenizer))

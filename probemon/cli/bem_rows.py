@@ -40,9 +40,9 @@ class Rows:
     rows: Sequence[tuple[str, Mapping[str, Any]]]
     documents: Sequence[int]
 
-    def lessons(self, tokenizer: Any, most_tokens: int, *, quiet: bool) -> tuple[list[Lesson], list[int]]:
+    def lessons(self, tokenizer: Any, most_tokens: int) -> tuple[list[Lesson], list[int]]:
         """Return rows as tokens, with the documents they are of. Rows with nothing to predict are left out, which is
-        said unless `quiet`. Raises `ConfigError` where none is left.
+        said on stderr. Raises `ConfigError` where none is left.
         """
         from probemon.bem.lessons import make_lesson
 
@@ -55,7 +55,7 @@ class Rows:
                 reasons.append(str(error))
         if not lessons:
             raise ConfigError(f"no row can be used: {reasons[0]}")
-        if reasons and not quiet:
+        if reasons:
             say(f"{len(reasons)} rows are left out, the first: {reasons[0]}", error=True)
         return lessons, documents
 

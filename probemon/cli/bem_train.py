@@ -102,7 +102,7 @@ def train(
     split(rows.documents, shares, seed=seed)  # too few show before the model is loaded
     host, tokenizer = load_aloud(model, device, dtype)
     config, n_trainable, n_host = solved(host, config, budget)
-    lessons, documents = rows.lessons(tokenizer, most_tokens, quiet=as_json)
+    lessons, documents = rows.lessons(tokenizer, most_tokens)
     parts = split(documents, shares, seed=seed)
     pad = pad_of(tokenizer)
     batches = {

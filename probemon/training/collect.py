@@ -39,8 +39,8 @@ from probemon.training.state_store import (
     StateStore,
     TextReader,
     collect_states,
+    drawn_evenly,
     held,
-    within_budget,
 )
 from probemon.training.texts import render
 
@@ -159,8 +159,9 @@ def collect(
     kept = [np.flatnonzero(text.counts(own)) for text, own in zip(texts, tokens, strict=True)]
     n_wanted = sum(map(len, kept))
     if budget is not None:
-        check_count("budget", budget, least=1, remedy="give a number of bytes, or None for all tokens")
-        kept = within_budget(kept, [False] * len(kept), row_bytes=reader.row_bytes, budget=budget, seed=seed)
+        of_one = f"give at least {reader.row_bytes}, the bytes of one token, or None for all tokens"
+        check_count("budget", budget, least=reader.row_bytes, remedy=of_one)
+        kept = drawn_evenly(kept, row_bytes=reader.row_bytes, budget=budget, seed=seed)
     with held(out):
         store = collect_states(StatePlan(reader, texts, tokens, kept), out, progress=progress)
         place = {id: p for p, id in enumerate(examples.concepts)}

@@ -192,6 +192,14 @@ def within_budget(
     return kept
 
 
+def drawn_evenly(wanted: Sequence[Ints], *, row_bytes: int, budget: int, seed: int) -> list[Ints]:
+    """Return which of the `wanted` positions of each text are kept: as many as `budget` bytes hold, each as likely."""
+    ends = np.cumsum([0, *map(len, wanted)])
+    chosen = np.zeros(ends[-1], dtype=bool)
+    chosen[np.random.default_rng(seed).permutation(len(chosen))[: budget // row_bytes]] = True
+    return [positions[chosen[first:end]] for positions, first, end in zip(wanted, ends[:-1], ends[1:], strict=True)]
+
+
 @dataclass(frozen=True)
 class StateStore:
     """States in a folder: `document`, `position` `[R]` of each row; `first [N]`, the first row of each text. `kinds`:

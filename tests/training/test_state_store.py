@@ -17,7 +17,7 @@ from oracle import states as forward_states
 from probemon.errors import TrainingError
 from probemon.offline import windows
 from probemon.offline.windows import Reading, Window
-from probemon.training.state_store import StatePlan, TextReader, collect_states, held, within_budget
+from probemon.training.state_store import StatePlan, TextReader, collect_states, drawn_evenly, held, within_budget
 from probemon.training.texts import Text
 
 SITES = ("resid_post.0", "resid_post.2")
@@ -186,3 +186,18 @@ def test_texts_that_have_no_room_are_not_read(model, texts, tmp_path, monkeypatc
         rows = torch.from_numpy(np.flatnonzero(store.document == i))
         same = torch.from_numpy(np.flatnonzero(every.document == i))[: len(rows)]
         torch.testing.assert_close(store.states(SITES[0])[rows], every.states(SITES[0])[same])
+
+
+def test_tokens_that_are_collected_under_a_budget_are_drawn_evenly_and_never_over_it():
+    wanted = [np.arange(n) for n in (3, 0, 5, 1, 11)]
+    counts = [np.zeros(len(own)) for own in wanted]
+    for seed in range(2000):
+        kept = drawn_evenly(wanted, row_bytes=10, budget=65, seed=seed)
+        assert sum(map(len, kept)) == 6
+        for count, own in zip(counts, kept, strict=True):
+            count[own] += 1
+    shares = np.concatenate(counts) / 2000
+    assert np.abs(shares - 6 / 20).max() < 4 * (0.3 * 0.7 / 2000) ** 0.5
+    everything = drawn_evenly(wanted, row_bytes=10, budget=10_000, seed=0)
+    assert all(np.array_equal(own, all_of_it) for own, all_of_it in zip(everything, wanted, strict=True))
+    assert sum(map(len, drawn_evenly(wanted, row_bytes=10, budget=9, seed=0))) == 0

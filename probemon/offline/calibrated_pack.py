@@ -167,7 +167,7 @@ def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:
 def _with_precision(pack: ProbePack, watched: Sequence[int]) -> list[dict[str, Any]]:
     """Return the concepts' lines; one that keeps its threshold has the precision of that in the new set, too."""
     lines = []
-    for probe, concept in enumerate(concepts_of(pack, watched)):
+    for probe, concept in enumerate(concepts_of(pack, recalibrated=watched)):
         stated = concept.get("precision")
         if pack.alert_set and isinstance(stated, dict):
             kept = {name: value for name, value in stated.items() if name != "calibrated"}

@@ -64,24 +64,29 @@ def without_thresholds(quality: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def concepts_of(pack: ProbePack, others: Collection[int] = ()) -> list[dict[str, Any]]:
-    """Return the concepts' lines, without what is said of thresholds that are not in force: those of `others` are new,
-    and so are all of a set that the pack does not recommend.
+def concepts_of(
+    pack: ProbePack, probes: Ints | None = None, *, recalibrated: Collection[int] = ()
+) -> list[dict[str, Any]]:
+    """Return the lines of some `probes` (all), without what is said of thresholds that are not in force: those of the
+    `recalibrated` are new, and so are all of a set that the pack does not recommend.
     """
     of_another = pack.alert_set != pack.manifest.get("alert_set")
     return [
-        {key: value for key, value in concept.items() if key != JUDGED_BY or not (of_another or probe in others)}
-        for probe, concept in enumerate(pack.concepts)
+        {
+            key: value
+            for key, value in pack.concepts[probe].items()
+            if key != JUDGED_BY or not (of_another or probe in recalibrated)
+        }
+        for probe in (range(pack.n_probes) if probes is None else probes.tolist())
     ]
 
 
 def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
     """Return what `PackWriter` takes for some `probes` of a pack (all), without `card`, `provenance` and `quality`."""
     at = slice(None) if probes is None else torch.from_numpy(probes)
-    concepts = concepts_of(pack)
     return {
         "name": pack.name,
-        "concepts": concepts if probes is None else [concepts[probe] for probe in probes.tolist()],
+        "concepts": concepts_of(pack, probes),
         "architecture": pack.architecture,
         "dtype": pack.dtype,
         "score_rule": pack.score_rule,

@@ -422,8 +422,7 @@ def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[di
     """Return the lines of some concepts of a pack, and what is recommended for them, so that a descent begins with
     those that it begins with in the whole pack. `orphans`: those with a parent that is left out.
     """
-    concepts = concepts_of(pack)
-    lines = [concepts[probe] for probe in probes.tolist()]
+    lines = concepts_of(pack, probes)
     ids = {line["id"] for line in lines}
     recommended = {**pack.recommended, **always_on(pack, ids)}
     layers = recommended.pop("base_layers", CascadeConfig.base_layers)

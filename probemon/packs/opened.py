@@ -378,7 +378,7 @@ class OpenedPack:
         most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in weights.values())))
         # Neighbours are looked at where they lie; of small probes a copy costs less than a call for each run of them.
         small = self.weight_bytes() < _SMALL_BYTES * self.n_probes
-        ends = np.flatnonzero(np.diff(wanted) != 1) + 1 if not small else np.zeros(0, dtype=np.int64)
+        ends = np.zeros(0, dtype=np.int64) if small else np.flatnonzero(np.diff(wanted) != 1) + 1
         for run in np.split(wanted, ends) if len(wanted) else []:
             for piece in (run[start : start + most] for start in range(0, len(run), most)):
                 first, stop = int(piece[0]), int(piece[-1]) + 1

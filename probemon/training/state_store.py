@@ -170,7 +170,7 @@ def within_budget(
 
     Texts that are `whole` keep all their tokens, or none: a running score over some of them is not that of the text.
     Where not all have room, whole texts take at most three quarters of it, in an order drawn by the seed; of the others
-    tokens are drawn, each as likely, by the seed and by their place alone.
+    tokens are drawn, each as likely, by the seed and by their place alone; a text of which none was keeps its last.
     """
     lengths, is_whole = np.asarray(list(map(len, wanted)), dtype=np.int64), np.asarray(whole, dtype=bool)
     room = budget / row_bytes
@@ -186,7 +186,7 @@ def within_budget(
             positions = positions if taken[i] else positions[:0]
         elif share < 1 and len(positions):
             chosen = sample(share, seed, i, positions)
-            # A text of which nothing was drawn keeps its last token: it would be left out else.
+            # It would be left out else.
             positions = positions[-1:] if chosen is None else positions[chosen]
         kept.append(positions)
     return kept

@@ -87,6 +87,12 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
     assert measured["bare_loss"] == pytest.approx(evaluate(make_host(), batches), abs=1e-5)
     assert measured["low"] < measured["difference"] < measured["high"] < 0
 
+    some = tmp_path / "some.jsonl"  # of one row the prompt alone is longer than what is read
+    long = {"prompt": "w1 " * 40, "answer": "w11", "group": "d99"}
+    some.write_text((place / "rows.jsonl").read_text() + json.dumps(long) + "\n")
+    code, text, errors = run("eval", place / "host", out, some, "--batch", "5", "--most-tokens", "20", "--json")
+    assert code == 0 and json.loads(text)["documents"] == 16 and "1 rows are left out, the first: " in errors
+
     code, text, errors = run("inspect", out, "--model", place / "host", "--text", "w1 w20 w3 w11", "--json")
     shown = json.loads(text)
     assert code == 0 and [token["token"] for token in shown["tokens"]] == ["w1", "w20", "w3", "w11"], errors

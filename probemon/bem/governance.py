@@ -113,7 +113,7 @@ class Governor:
     @torch.no_grad()
     def _current_matrices(self, device: torch.device) -> _Matrices:
         """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
-        versions = [(_n_steps[0], 0), *write_marks(self._stored)]
+        versions = [(_n_steps[0], 0), *write_marks(list(self._parameters()))]
         matrices = self._matrices
         if versions != matrices.versions:
             grams = {

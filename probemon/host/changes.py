@@ -1,8 +1,9 @@
 """Whether a host became another while it was watched: other adapters, or weights that were written to.
 
-mark = HostMark.of(model)                # what it is now; a walk over all modules, which takes milliseconds
-mark.switched()                          # in every forward: whether its adapters were switched, in microseconds
-HostMark.of(model, mark).differs(mark)   # whether it is another than it was; in less than half the time where it is not
+marks = HostMarks(model)
+mark = marks.now()                   # what it is now; the first time a walk over all modules, which takes milliseconds
+mark.switched()                      # in every forward: whether its adapters were switched, in microseconds
+marks.now().differs(mark)            # whether it is another than it was; a fraction of the first time where it is not
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 from probemon.core.scores import HostState
 from probemon.host.adapters import own_of
-from probemon.host.internals import adapter_switches, all_modules, switches_adapters, write_marks
+from probemon.host.internals import Members, adapter_switches, switches_adapters, write_marks
 from probemon.host.model import host_state
 
 
@@ -32,20 +33,6 @@ class HostMark:
     tuners: tuple[nn.Module, ...]
     switches: list[Any]
 
-    @staticmethod
-    def of(model: Any, before: HostMark | None = None) -> HostMark:
-        """Return what a host is now: `before` itself where nothing was written to and no adapters of PEFT are on it.
-
-        All else that a state says comes with other parameters: modules that take the place of others, another dtype.
-        """
-        modules = all_modules(model)
-        written = [*modules, *(part for one in _beside(model) for part in all_modules(one))]
-        writes = hash(tuple(write_marks(module._parameters for module in written if module._parameters)))
-        if before is not None and before.writes == writes and not before.tuners:
-            return before
-        tuners = tuple(module for module in modules if switches_adapters(module))
-        return HostMark(host_state(model), writes, tuners, adapter_switches(tuners))
-
     def switched(self) -> bool:
         """Whether other adapters are on now, in layers that there were already."""
         return bool(self.tuners) and adapter_switches(self.tuners) != self.switches
@@ -53,6 +40,32 @@ class HostMark:
     def differs(self, other: HostMark) -> bool:
         """Whether the host was another then: its state, or what its weights are."""
         return self.state != other.state or self.writes != other.writes
+
+
+class HostMarks:
+    """What a host is, asked again and again. Any thread may ask."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._last: tuple[Members, HostMark] | None = None
+
+    def now(self) -> HostMark:
+        """Return what the host is now: the mark of last time where nothing was written to, and no adapters of PEFT are
+        on it. All else that a state says comes with other modules or parameters.
+        """
+        last, roots = self._last, [self._model, *_beside(self._model)]
+        if last is not None and last[0].same(roots):
+            members, mark = last
+            writes = hash(tuple(write_marks(members.parameters)))
+            if mark.writes == writes and not mark.tuners:
+                return mark
+        else:
+            members = Members(roots)
+            writes = hash(tuple(write_marks(members.parameters)))
+        tuners = tuple(module for module in members.modules if switches_adapters(module))
+        mark = HostMark(host_state(self._model), writes, tuners, adapter_switches(tuners))
+        self._last = members, mark
+        return mark
 
 
 def _beside(model: Any) -> list[Any]:

@@ -99,9 +99,13 @@ def shrunken(config: Any, window: int = UNCROSSED, **changes: Any) -> Any:
 
 def window_of(config: Any) -> int | None:
     """The shortest window of attention that a configuration names, its parts' included; None without any."""
-    data = config.to_dict()
-    parts = [part for part in data.values() if isinstance(part, dict)]
-    return min((part[name] for part in (data, *parts) for name in _WINDOWS if _is_number(part.get(name))), default=None)
+    # Not by to_dict(), which copies all of it: every plain forward asks.
+    values = vars(config)
+    parts = [vars(part) if hasattr(part, "to_dict") else part for part in values.values()]
+    parts = [part for part in parts if isinstance(part, dict)]
+    return min(
+        (part[name] for part in (values, *parts) for name in _WINDOWS if _is_number(part.get(name))), default=None
+    )
 
 
 def _shrunken(config: Any, data: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """ContinuousBatches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
-    batches = ContinuousBatches(model, new_recording, check_seen, take_stop, observer)
+    batches = ContinuousBatches(model, recordings, check_seen, take_stop, observer)
     batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
     for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
         ...
@@ -46,6 +46,7 @@ from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
 from probemon.tracking.observer import Observer
 from probemon.tracking.recording import SHARED, Recording
+from probemon.tracking.run_recordings import RunRecordings
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Request:
 class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
-    `new_recording(call, **attributes)` makes a recording in the run. `check_seen(recording, ids, 0, end, generation)`
+    `recordings`: those of the run. `check_seen(recording, ids, 0, end, generation)`
     is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `observer` is
     told which requests end. `n_calls` of `generate_batch` run. `errors` of forwards: in a thread of transformers' they
     would only fail the requests.
@@ -79,12 +80,12 @@ class ContinuousBatches:
     def __init__(
         self,
         model: Any,
-        new_recording: Callable[..., Recording],
+        recordings: RunRecordings,
         check_seen: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
         observer: Observer,
     ) -> None:
-        self._model, self._new_recording, self._observer = model, new_recording, observer
+        self._model, self._recordings, self._observer = model, recordings, observer
         self._check_seen, self._take_stop = check_seen, take_stop
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
@@ -245,7 +246,7 @@ class ContinuousBatches:
                 else request.generation
             )
             ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
-            generation.recording.keep_output(output, ids, self._model)
+            generation.recording.keep_output(output, ids, self._recordings.marks.now())
             generation.recording.close()
             ended.append((generation, ids))
         return ended
@@ -282,7 +283,7 @@ class ContinuousBatches:
         parent = None if parent_id is None else live.get(parent_id)
         # A fork begins where its parent had come to.
         forked = parent.generation.recording if parent is not None and parent.prompt == prompt else None
-        recording = self._new_recording(
+        recording = self._recordings.new(
             SequenceColumns(len(prompt)),
             request=request_id,
             before=SHARED,

@@ -91,7 +91,7 @@ class DecoderHooks:
         self._bracket = Bracket(self._before_forward, self._after_forward, self._forward_failed)
         self._width, self._in_parts = hidden_size(model), False
         self.thread = ThreadState()
-        self.batches = ContinuousBatches(model, self.recordings.new, self.check_seen, take_stop, observer)
+        self.batches = ContinuousBatches(model, self.recordings, self.check_seen, take_stop, observer)
         self._attached_at = 0
         self.called = False  # whether this very model ran, or its generate()
         self.n_gaps = 0  # how often forwards were found that the taps had not seen, reported or raised

@@ -155,14 +155,14 @@ class Recording:
         """Replace the sets of these rows by `sets [len(rows), P]`."""
         self._retained()[rows] = sets
 
-    def keep_output(self, output: Any, ids: Ints, model: Any) -> None:
-        """Keep what the generation returned, its ids `[B, L]`, and what its host `model` was when it ended."""
+    def keep_output(self, output: Any, ids: Ints, mark: HostMark) -> None:
+        """Keep what the generation returned, its ids `[B, L]`, and what its host was when it ended."""
         self.output, self.ids = output, ids
-        self.keep_mark(model)
+        self.keep_mark(mark)
 
-    def keep_mark(self, model: Any) -> None:
-        """Keep what the host `model` is now, once it has run all that is recorded."""
-        self.mark_after = HostMark.of(model, self.mark)
+    def keep_mark(self, mark: HostMark) -> None:
+        """Keep what the host is now, once it has run all that is recorded."""
+        self.mark_after = mark
 
     def note_adapters(self) -> None:
         """Note, before a forward, whether other adapters are on than when it began."""

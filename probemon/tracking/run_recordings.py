@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from probemon.errors import AlignmentError
-from probemon.host.changes import HostMark
+from probemon.host.changes import HostMarks
 from probemon.tracking.align import Ints, SequenceColumns
 from probemon.tracking.copied_caches import same_columns
 from probemon.tracking.generation import Generation
@@ -26,19 +26,21 @@ from probemon.tracking.recording import Recording
 class RunRecordings:
     """`kept`: recordings of which scores are kept, oldest first.
 
-    `documents`: numbers of the plain forwards that no generation went on from. Any thread may call its methods.
+    `documents`: numbers of the plain forwards that no generation went on from. `marks`: what the host is. Any thread
+    may call its methods.
     """
 
     def __init__(self, model: Any, n_probes: int) -> None:
         self.kept: list[Recording] = []
         self.documents: set[int] = set()
-        self._model, self._n_probes, self._n_made = model, n_probes, 0
+        self.marks = HostMarks(model)
+        self._n_probes, self._n_made = n_probes, 0
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def new(self, call: SequenceColumns, offset: int = 0, **attributes: Any) -> Recording:
         """Make the next recording; `attributes`: others of a `Recording` that are known by now."""
-        mark = HostMark.of(self._model)
+        mark = self.marks.now()
         with self._lock:
             recording = Recording(
                 call, offset, self._n_probes, host=mark.state, mark=mark, number=self._n_made, **attributes
@@ -66,7 +68,7 @@ class RunRecordings:
         if known is not None and known.call.prompt_columns is None and known.call.frontier == start > 0:
             if not any(recording is known for recording in self.kept):  # all of it had been forgotten
                 self.kept.append(known)
-            known.keep_mark(self._model)
+            known.keep_mark(self.marks.now())
             return known
         # done, for all that is known: another forward may go on with it
         document = self.new(SequenceColumns(None), earlier=known, done=True)

@@ -342,7 +342,7 @@ class Watcher:
 
     def _keep_output(self, recording: Recording, sequences: Tensor) -> None:
         ids = sequences.detach().cpu().numpy().astype(np.int64)
-        recording.keep_output(sequences, ids, self.model)
+        recording.keep_output(sequences, ids, self._hooks.recordings.marks.now())
         if self._on_end is not None:
             self._on_end(recording)
 

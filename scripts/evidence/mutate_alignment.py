@@ -343,7 +343,7 @@ MUTATIONS = [
     ),
     (
         "tracking/run_recordings.py",
-        "known.keep_mark(self._model)",
+        "known.keep_mark(self.marks.now())",
         "pass",
         "a document forgets that the host changed",
     ),

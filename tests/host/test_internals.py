@@ -177,12 +177,33 @@ def test_stored_tensors_show_a_replaced_one():
     assert internals.stored_tensors(table)["values"] is table.values, "torch: no _buffers"
 
 
+def test_members_are_the_same_until_one_is_another():
+    changes = {
+        "a child": lambda host: setattr(host, "0", nn.Linear(2, 2)),
+        "a child that is gone": lambda host: host.pop(1),
+        "one more, in a leaf": lambda host: host[0].add_module("more", nn.ReLU()),
+        "a parameter": lambda host: setattr(host[0], "weight", nn.Parameter(torch.ones(2, 2))),
+        "a parameter that is gone": lambda host: setattr(host[0], "bias", None),
+        "a parametrization": lambda host: nn.utils.parametrizations.weight_norm(host[0]),
+        "tied weights": lambda host: setattr(host[0], "weight", host[1].weight),
+        "modules that change places": lambda host: host._modules.update({"0": host[1], "1": host[0]}),
+    }
+    for what, change in changes.items():
+        host, beside = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+        members = internals.Members([host, beside])
+        assert members.modules == [*host.modules(), beside] and len(members.parameters) == 6
+        assert members.same([host, beside]) and not members.same([host]) and not members.same([beside, host])
+        change(host)
+        assert not members.same([host, beside]), f"torch: {what} is not seen in _modules and _parameters"
+
+
 def test_write_marks_change_with_every_write():
     layer = nn.Linear(2, 2)
-    before = internals.write_marks([layer._parameters])
+    tensors = [layer.weight, layer.bias]
+    before = internals.write_marks(tensors)
     with torch.no_grad():
         layer.weight.add_(1)
-    written = internals.write_marks([layer._parameters])
+    written = internals.write_marks(tensors)
     assert written[0] != before[0] and written[1] == before[1], "torch: _version does not count writes in place"
 
 

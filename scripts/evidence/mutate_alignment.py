@@ -704,15 +704,21 @@ MUTATIONS = [
     ),
     (
         "host/changes.py",
-        "if before is not None and before.writes == writes and not before.tuners:",
-        "if before is not None and before.writes == writes:",
+        "if mark.writes == writes and not mark.tuners:",
+        "if mark.writes == writes:",
         "adapters that were switched are those of before",
     ),
     (
         "host/changes.py",
-        "if before is not None and before.writes == writes and not before.tuners:",
-        "if before is not None and not before.tuners:",
+        "if mark.writes == writes and not mark.tuners:",
+        "if not mark.tuners:",
         "weights that were written to are those of before",
+    ),
+    (
+        "host/changes.py",
+        "if last is not None and last[0].same(roots):",
+        "if last is not None:",
+        "weights that others took the place of are those of before",
     ),
 ]
 

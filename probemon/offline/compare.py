@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 BY = ("share", "max")
-# What a score depends on. Windows, batches and the kernel are how a corpus was read, not what was asked of it.
+# What a score depends on; windows are asked by themselves. Batches and the kernel are how a corpus was read.
 _SAME = ("pack", "host", "tokenizer", "cascade", "floor", "reading.special_tokens", "reading.parse_special")
+_MOST_SPECIAL = 8  # tokens that a tokenizer puts around a text, which a window holds and a document does not count
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,16 @@ def _check_same(a: Analysis, b: Analysis) -> None:
             f"{a.directory} and {b.directory} were made otherwise, so what differs may be the way of looking"
             f" ({'; '.join(differs)}): analyze both corpora alike"
         )
+    windows = [_at(identity, "reading.window") for identity in (one, other)]
+    if windows[0] != windows[1]:  # they are what a token comes after, in documents that are longer than one
+        shortest = min(window["n_tokens"] for window in windows)
+        longest = max(max(made.documents(["n_tokens"])["n_tokens"].to_pylist(), default=0) for made in (a, b))
+        if longest + _MOST_SPECIAL > shortest:
+            raise ConfigError(
+                f"{a.directory} and {b.directory} were read in other windows ({windows[0]} and {windows[1]}), and a"
+                f" document has {longest:,} tokens: what a token comes after differs, and with it the scores. Analyze"
+                " both corpora with the same window"
+            )
 
 
 def _at(identity: Any, name: str) -> Any:

@@ -73,6 +73,7 @@ def analyze_dataset(
 ) -> Analysis:
     """Analyse a Ray dataset, in the order of its rows, or any other source of documents, with `concurrency` workers.
 
+    A dataset's own context says `preserve_order` from then on.
     Raises `MissingExtra`, `ConfigError`, and what a worker raises. Other arguments are those of `analyze`.
     """
     ray = _ray()
@@ -81,7 +82,8 @@ def analyze_dataset(
     concurrency = check_count("concurrency", concurrency, least=1, remedy="give 1 or more workers")
     source: Source = documents
     if isinstance(documents, ray.data.Dataset):
-        ray.data.DataContext.get_current().execution_options.preserve_order = True
+        # A dataset has a context of its own, a copy of what was current when it was made.
+        documents.context.execution_options.preserve_order = True
         source = documents.iter_rows()
     out = Path(job.out).absolute()
     check_apart(source, out)

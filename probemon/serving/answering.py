@@ -337,4 +337,5 @@ class Answering(StoppingCriteria):
             return "content_filter"
         if self._text.met_stop or self._answer_ids[-1] in self._served.end_ids:
             return "stop"
-        return "length" if self._complete else "cancelled"
+        # Where nobody cancelled, the host's own settings ended it (its max_time).
+        return "length" if self._complete or not self._listener.cancelled else "cancelled"

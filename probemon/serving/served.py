@@ -7,6 +7,7 @@ prepared.prompts, prepared.rules, prepared.shown
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
@@ -79,6 +81,7 @@ class Served:
         deployment: Deployment | None = None,
     ) -> None:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
+        check_mode(model)
         self.holding = Holding(manager, deployment)
         self.ladder: Ladder | None = None  # of all answers together, as is the circuit
         self.circuit: Circuit | None = None
@@ -225,3 +228,19 @@ def _refused(param: str, ask: Callable[[], Any]) -> Any:
         return ask()
     except (UnknownConcept, ConfigError, ArenaFull) as error:
         raise RequestRefused(f"{param}: {error}", param) from error
+
+
+def check_mode(model: Any) -> None:
+    """Raise `ConfigError` where a host's own settings generate otherwise than token by token: an answer is told so.
+
+    One sequence of each answer is asked for, so beams by themselves do not matter.
+    """
+    config = copy.deepcopy(model.generation_config)
+    config.num_beams = 1
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ConfigError(
+            f"the generation_config of this {type(model).__name__} asks for {mode.value}, and answers are served token"
+            " by token: unset there what asks for it (prompt_lookup_num_tokens, assistant_early_exit, penalty_alpha,"
+            " dola_layers, ...)"
+        )

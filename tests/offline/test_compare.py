@@ -506,11 +506,22 @@ def test_windows_batches_and_kernels_may_differ(both, tmp_path):
     other = write(
         tmp_path / "other",
         *corpus(2),
-        reading={**IDENTITY["reading"], "batch_tokens": 1, "window": {"n_tokens": 8}},
+        reading={**IDENTITY["reading"], "batch_tokens": 1, "window": {"n_tokens": 512}},
         kernel={"impl": "numba"},
         keep_text=False,
     )
     _check_same(both[0], other)
+
+
+def test_windows_that_cut_a_document_may_not_differ(both, tmp_path):
+    for n_tokens, overlap in ((8, 1), (1024, 2)):
+        window = {"n_tokens": n_tokens, "overlap": overlap}
+        other = write(tmp_path / f"{n_tokens}", *corpus(2), reading={**IDENTITY["reading"], "window": window})
+        if n_tokens == 1024:  # no document is as long
+            _check_same(both[0], other)
+            continue
+        with pytest.raises(ConfigError, match=r"in other windows .* Analyze both corpora with the same window"):
+            compare(both[0], other)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,20 @@ def test_two_workers_give_the_rows_of_one_process(pack, tmp_path, small_shards):
     assert tables(again) == tables(local)
     with pytest.raises(ConfigError, match="have changed"):
         analyze_dataset(["other", *texts[1:]], job(pack, out, settings=settings), resume=True)
+
+
+def late_at_first(row):
+    """As a step of the user's own may be, so that later blocks are ready before earlier ones."""
+    time.sleep(0.05 if row["at"] < 20 else 0)
+    return row
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dataset_is_read_in_the_order_of_its_rows(pack, tmp_path):
+    rows = [{"text": f"abc {i}", "at": i} for i in range(100)]
+    ds = ray.data.from_items(rows, override_num_blocks=10).map(late_at_first)
+    found = analyze_dataset(ds, job(pack, tmp_path / "out"), concurrency=1).documents(["doc_id", "text"]).to_pylist()
+    assert found == [{"doc_id": str(i), "text": row["text"]} for i, row in enumerate(rows)]
 
 
 @pytest.mark.filterwarnings("ignore")

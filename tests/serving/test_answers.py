@@ -7,6 +7,10 @@ import openai
 import pytest
 import torch
 
+from probemon.errors import ConfigError
+from probemon.serving.limits import Limits
+from probemon.serving.served import Served
+
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Whales?"}]
 GREEDY = {"temperature": 0}
 ASK = {"top_k": 4, "prompt": True}
@@ -240,6 +244,27 @@ def test_end_of_sequence_ends_the_answer(server, served, monkeypatch):
     answer = server.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=12, **GREEDY)
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == at + 1 < 12
     assert answer.choices[0].message.content == text_of(served, ids[: at + 1])
+
+
+@pytest.mark.parametrize(
+    "setting", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}, {"penalty_alpha": 0.5, "top_k": 4}]
+)
+def test_a_host_whose_settings_take_several_tokens_at_once_is_refused(served, monkeypatch, setting):
+    def again():
+        return Served("tiny", served.model, served.tokenizer, served.manager, Limits())
+
+    monkeypatch.setattr(served.model.generation_config, "num_beams", 3)  # of no matter: one sequence is asked for
+    again()
+    for name, value in setting.items():
+        monkeypatch.setattr(served.model.generation_config, name, value)
+    with pytest.raises(ConfigError, match="answers are served token by token: unset there"):
+        again()
+
+
+def test_an_answer_that_the_hosts_own_limit_of_time_ended_is_none_that_was_cancelled(server, served, monkeypatch):
+    monkeypatch.setattr(served.model.generation_config, "max_time", 1e-6)
+    _, tokens, _, reason, _, usage = collected(stream(server, probemon={}, stream_options={"include_usage": True}))
+    assert reason == "length" and usage.completion_tokens == len(tokens) == 1
 
 
 def test_completions_take_texts_and_ids_and_each_choice_is_of_its_prompt(server, served):

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -141,6 +141,7 @@ def calibrate(
     from probemon.core.aggregate import Each, parse
     from probemon.engine.kernels import check_device
     from probemon.host.identity import host_identity
+    from probemon.host.model import longest_input
     from probemon.manager import DynamicProbeManager
     from probemon.offline.calibrated_pack import write_calibrated
     from probemon.offline.documents import read_documents
@@ -183,6 +184,8 @@ def calibrate(
         "benign": ordinary.stated(),
         "positive": None if present is None else present.stated(),
         "host": {"model": name, "dtype": str(host.dtype).removeprefix("torch."), "device": device},
+        # What a token of a longer document came after.
+        "window": asdict(reading.window_for(type(host).__name__, longest_input(host))),
     }
     columns = watched if expand_recall is None else range(opened.n_probes)
     counted = ScoreStatistics.of(ordinary.scores, columns, goals.aggregator)

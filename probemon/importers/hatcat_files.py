@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,23 +212,21 @@ class ProbeFolder:
         levels, children = graph.levels_of(), graph.children()
         has_edges = any(graph.parents.values())
         for bank in self._banks:
-            below = {name: level for name, level in reversed(children.get(bank.parent, []))}
+            below = _levels_by_name(children.get(bank.parent, []))
             bank_probes = load_bank(bank.path, self._max_bytes)
             where = f"of {bank.path.relative_to(self.folder.path).as_posix()}"
             listed_names = dict.fromkeys(bank.listed or ())
-            for name in listed_names:
-                if name not in bank_probes:
-                    notes.add("bank_lacks", f"{name} {where}")
+            for name in sorted(listed_names.keys() - bank_probes.keys()):
+                notes.add("bank_lacks", f"{name} {where}")
             for name in bank_probes:
                 if bank.listed is not None and name not in listed_names:
                     notes.add("bank_unlisted", f"{name} {where}")
                 # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.
-                child_level = (
-                    below.get(name)
-                    if has_edges
-                    else next((level for level in levels.get(name, []) if level > bank.parent[1]), None)
-                )
-                node = (name, bank.level if child_level is None else child_level)
+                if has_edges:
+                    known = below.get(name, [])
+                else:
+                    known = [level for level in levels.get(name, []) if level > bank.parent[1]][:1]
+                node = (name, _free_level(name, known, stored, notes, where, bank.level))
                 put(node, Stored(bank.path, name))
                 if not has_edges and bank.parent[1] >= 0:
                     graph.link(bank.parent, node)
@@ -260,3 +258,20 @@ class ProbeFolder:
 
 def _name(path: Path) -> str:
     return path.stem.removesuffix(_SUFFIX) or path.stem
+
+
+def _levels_by_name(nodes: Iterable[Node]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for name, level in nodes:
+        found.setdefault(name, []).append(level)
+    return found
+
+
+def _free_level(
+    name: str, known: Sequence[int], stored: Container[Node], notes: Notes, where: str, otherwise: int
+) -> int:
+    """Return the level of a probe in a bank: the first known one without a probe. More than one of them is noted."""
+    free = [level for level in known if (name, level) not in stored]
+    if len(free) > 1:
+        notes.add("ambiguous", f"{name} {where} for {key_of((name, free[0]))}, of levels {', '.join(map(str, known))}")
+    return next(iter(free or known), otherwise)

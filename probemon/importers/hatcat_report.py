@@ -35,7 +35,7 @@ KINDS = {
     "several_parents": "concepts with several parents, all kept",
     "not_down": "edges that do not go down a level: kept, and the levels too",
     "repeated": "names on several levels, each a concept of its own",
-    "ambiguous": "flat files of a name on several levels: taken for the first without a probe",
+    "ambiguous": "flat files, and probes in banks, of a name on several levels: taken for the first without a probe",
     "stale": "concepts that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
     "stale_edges": "edges that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
     "contradicted": "concepts that root_concepts or leaf_concepts list otherwise than the edges: the edges count",

@@ -42,6 +42,7 @@ from probemon.packs.writer import PackWriter
 
 _SHOWN = 5
 _MERGED = "merged"  # the set in force of packs whose own are called unlike
+_BY_CONCEPT = ("concepts", "contradictions")  # parts of `quality` whose keys are concept ids
 # Settings of several packs as one: together they have no less room, no fewer rounds and no stricter limit than alone.
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min,
@@ -446,7 +447,14 @@ def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[di
 
 
 def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
-    """Return `value` with concept ids that are keys renamed, at any depth."""
+    """Return `value` with concept ids renamed in what is by concept, at any depth. Elsewhere a key is no concept's, even
+    where one is called the same ("fpr").
+    """
     if isinstance(value, Mapping):
-        return {new_ids.get(key, key): _by_new_ids(inner, new_ids) for key, inner in value.items()}
+        return {
+            key: {new_ids.get(concept, concept): of_it for concept, of_it in inner.items()}
+            if key in _BY_CONCEPT and isinstance(inner, Mapping)
+            else _by_new_ids(inner, new_ids)
+            for key, inner in value.items()
+        }
     return [_by_new_ids(inner, new_ids) for inner in value] if isinstance(value, list) else value

@@ -205,6 +205,30 @@ def test_more_base_concepts_than_the_usual_limit_descend(tmp_path):
     )
 
 
+def test_a_probe_in_a_bank_is_of_the_level_that_has_none(tmp_path):
+    """A's children B:1 and B:2 have one name: a file of its own says which one A's bank holds."""
+    keys = ["A:0", "B:1", "B:2"]
+    made = modules(["linear"], 3, keys=keys)
+    folder = tmp_path / "theirs"
+    for key, place in (("A:0", "layer0/A.pt"), ("B:1", "individual/layer1/B.pt")):
+        (folder / place).parent.mkdir(parents=True)
+        torch.save(theirs.state_of(made[key]), folder / place)
+    (folder / "banks/layer1").mkdir(parents=True)
+    torch.save({"B": theirs.state_of(made["B:2"])}, folder / "banks/layer1/A.bank.pt")
+    theirs.write_hierarchy(folder, {"A:0": ["B:1", "B:2"]})
+    pack, report = bring(folder, tmp_path / "ours")
+    assert pack.n_probes == 3 and [note.kind for note in report.notes] == ["repeated"]
+    hidden = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    found = DynamicProbeManager(pack, impl="reference").score_all(hidden)
+    for key in keys:
+        expected = theirs.expected(made[key], hidden, "none")
+        assert float((found[:, pack.find(key)].double() - expected).abs().max()) < 1e-6
+    (folder / "individual/layer1/B.pt").unlink()  # now nothing says which
+    pack, report = bring(folder, tmp_path / "again")
+    told = report.note("ambiguous").examples
+    assert pack.n_probes == 2 and told == ("B of banks/layer1/A.bank.pt for B:1, of levels 1, 2",)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 def test_the_dtype_asked_for_is_the_packs(tmp_path, dtype):
     made = {

@@ -575,6 +575,7 @@ def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack,
     )
     assert (
         made.manifest["provenance"]["calibrations"][0]["inputs"] == told["inputs"]
+        and told["inputs"]["window"].keys() == {"n_tokens", "overlap"}
         and made.manifest["quality"]["alerts"]["ema(0.5)"]["concepts"]["c5"]["threshold"]
         == told["concepts"]["c5"]["threshold"]
     )

@@ -387,6 +387,25 @@ def test_a_renamed_pack_is_the_same_by_other_names(tmp_path):
         rename(pack, tmp_path / "no")
 
 
+def test_a_concept_that_is_called_as_a_figure_is_renamed_alone(tmp_path):
+    concepts = [{"id": name, "name": name, "parents": []} for name in ("fpr", "concepts")]
+    quality = {"alerts": {"each": {"fpr": 0.01, "concepts": {"fpr": {"fpr": 0.02}}}}}
+    pack = ProbePack.write(
+        tmp_path / "a",
+        name="a",
+        concepts=concepts,
+        weights=random_weights(2, SHAPES["linear"], torch.float32, 0),
+        score_rule="independent",
+        inputs=[{"site": "resid_post.1", "norm": "none"}],
+        card="",
+        host={},
+        licence="MIT",
+        quality=quality,
+    )
+    made = rename(pack, tmp_path / "mine", concepts={"fpr": {"id": "rate"}, "concepts": {"id": "ideas"}})
+    assert made.manifest["quality"] == {"alerts": {"each": {"fpr": 0.01, "concepts": {"rate": {"fpr": 0.02}}}}}
+
+
 def test_a_difference_names_every_concept_that_differs(tmp_path):
     pack = write(tmp_path / "a")
     same = pack_diff(pack, pack)

@@ -447,8 +447,8 @@ def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[di
 
 
 def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
-    """Return `value` with concept ids renamed in what is by concept, at any depth. Elsewhere a key is no concept's, even
-    where one is called the same ("fpr").
+    """Return `value` with concept ids renamed in what is by concept, at any depth. Elsewhere a key is no concept's,
+    even where one is called the same ("fpr").
     """
     if isinstance(value, Mapping):
         return {

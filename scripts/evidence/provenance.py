@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+import probemon
+
 
 def about(*measures: str) -> dict[str, Any]:
     """What a result file says of itself: the modules, folders and packs that it measures, as paths in the repository,
@@ -35,11 +37,12 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit checked out, or None outside a repository."""
+    """The commit of the package that runs, or None outside a repository. An editable install may be of another clone
+    than the script that measures.
+    """
+    where = Path(probemon.__file__).parent
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=False)
     except OSError:  # no git here
         return None
     return found.stdout.strip() if found.returncode == 0 else None

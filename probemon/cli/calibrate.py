@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
 
 _SHOWN = 20
+_FAR_BELOW = 10  # times under the pack's own threshold: it is told
 _WIDTH = 160  # of a table that is read by a program or from a file: a cut number would be a wrong one
 
 
@@ -206,6 +207,8 @@ def calibrate(
     else:
         _show(calibrated, target, watched, alerts, expansion, ordinary)
         say(counted.sentence().replace("`", ""))
+    if alerts is not None and (low := _far_below(opened, watched, alerts)):
+        say(low, error=True)
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,22 @@ def _beginning(pack: ProbePack) -> tuple[tuple[int, ...], tuple[int, ...]]:
         {key: pack.recommended[key] for key in ("base_layers", "always_on") & pack.recommended.keys()}
     )
     return config.base_layers, tuple(pack.find(concept) for concept in config.always_on)
+
+
+def _far_below(pack: ProbePack, watched: list[int], alerts: Alerts) -> str:
+    """Warn of thresholds far below the pack's own: of other text than these documents they will be met everywhere."""
+    own = pack.alert_threshold.numpy()[watched]
+    low = [i for i, threshold in enumerate(alerts.threshold.tolist()) if threshold < own[i] / _FAR_BELOW]
+    if not low:
+        return ""
+    at = low[0]
+    name = pack.concepts[watched[at]]["name"]
+    others = f", and {len(low) - 1} more likewise" if len(low) > 1 else ""
+    return (
+        f"far below the pack's own thresholds: {name!r} at {alerts.threshold[at]:.2g}, where the pack has"
+        f" {own[at]:.2g}{others}. These documents hardly touch what such a probe reads, and harmless text that"
+        " does will be over it: give documents like those that are to be watched"
+    )
 
 
 def _rates(pack: ProbePack, watched: list[int], alerts: Alerts | None) -> dict[str, Any]:

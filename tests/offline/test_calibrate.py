@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -16,7 +17,7 @@ from corpora import make_tokenizer, random_texts
 from forging import forge
 from oracle import states
 from probemon import DynamicProbeManager, ProbePack
-from probemon.cli.calibrate import calibrate
+from probemon.cli.calibrate import _far_below, calibrate
 from probemon.core.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
 from probemon.core.request_counts import RequestCounts, RequestTraits
@@ -537,6 +538,18 @@ def exhaustive(pack, model, texts):
     for text in texts:
         hidden = states(model, pack, [1, *tokenizer(text)["input_ids"]])
         yield manager.score_all({site: h[1:] for site, h in hidden.items()}).numpy()
+
+
+def test_a_threshold_far_below_the_packs_own_is_told(pack):
+    own = pack.alert_threshold.numpy()
+    rng = np.random.default_rng(0)
+    for scale, words in (
+        (0.5, ""),
+        (0.05, f"'concept 6' at .*, where the pack has {own[4]:.2g}, and 1 more likewise."),
+    ):
+        scores = [scale * own[None, [4, 5]] * rng.random((10, 2)) for _ in range(60)]
+        told = _far_below(pack, [4, 5], calibrate_alerts(scores, fpr=0.05, aggregate=Ema(0.5)))
+        assert bool(told) == bool(words) and re.search(words, told)
 
 
 def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack, tmp_path):

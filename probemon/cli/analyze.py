@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.common import load_aloud, progress_bar, use_threads, window_of
+from probemon.cli.common import load_aloud, progress_bar, told_if_long, use_threads, window_of
 from probemon.cli.options import (
     AlertSet,
     AsJson,
@@ -139,7 +139,8 @@ def analyze(
         )
         _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
-    manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
+    with told_if_long():
+        manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
     host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with _progress(source) as progress:
         analysis = manager.analyze(

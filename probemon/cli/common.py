@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,8 @@ from probemon.offline.windows import Window
 if TYPE_CHECKING:
     from probemon.monitor.deployment import Deployment
     from probemon.packs.group import AnyPack
+
+COMPILES = "at the first start on a machine the code is compiled for its processor, which takes about half a minute"
 
 
 def check_generation(prompt: str, max_new_tokens: int) -> None:
@@ -135,6 +139,21 @@ def load_aloud(name: str, device: str, dtype: str = "auto", *, reads_texts: bool
     if reads_texts and (number := slow_number(model)):
         say(f"this CPU has no {number} instructions: --dtype float32 reads texts several times faster", error=True)
     return model, tokenizer
+
+
+@contextmanager
+def told_if_long(what: str = COMPILES, seconds: float = 3.0) -> Iterator[None]:
+    """Say `what` in a terminal once the block has taken some seconds, so that nobody takes it for stuck."""
+    if not terminal(error=True).is_terminal:
+        yield
+        return
+    timer = threading.Timer(seconds, say, [what], {"error": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def window_of(n_tokens: int, overlap: int) -> Window | None:

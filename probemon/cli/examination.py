@@ -20,6 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 from probemon import __version__
+from probemon.cli.common import told_if_long
 from probemon.engine.kernels import cache_folder, check_device
 from probemon.errors import ProbemonError
 from probemon.host.abilities import Abilities
@@ -175,7 +176,8 @@ class Examination:
 
     def _make_manager(self) -> Check:
         assert self.pack is not None
-        manager = DynamicProbeManager(self.pack, device=self._device)
+        with told_if_long():
+            manager = DynamicProbeManager(self.pack, device=self._device)
         what = (
             f"{manager.impl} ({manager.impl_why}); {manager.strategy.step} for a token, {manager.strategy.batch} for"
             " a prompt"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from probemon.cli.common import told_if_long
 from probemon.cli.terminal import plain_table, say, terminal
 from probemon.engine.setting_trials import SettingTrial, try_settings
 from probemon.errors import ConfigError
@@ -58,7 +59,8 @@ class MeasuredSettings:
         trials = try_settings(pack, some, device=device)
         ids = torch.as_tensor(tokens.ids[:_PROMPT_TOKENS], device=host.device)[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        cost = overhead(DynamicProbeManager(pack, device=device), host, inputs, most_seconds=_SECONDS)
+        with told_if_long("measuring: up to a minute"):
+            cost = overhead(DynamicProbeManager(pack, device=device), host, inputs, most_seconds=_SECONDS)
         text = "a text of ours, which says little of yours: give --text" if documents is None else document.id
         return cls(trials, min(MOST_TOKENS, len(tokens)), text, cost)
 

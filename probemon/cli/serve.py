@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from probemon.cli.common import load_aloud, open_deployment, pack_for, use_threads
+from probemon.cli.common import load_aloud, open_deployment, pack_for, told_if_long, use_threads
 from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
@@ -97,7 +97,8 @@ def serve(
         from probemon.serving.app import make_app
         from probemon.serving.served import Served, served_name
 
-        manager = DynamicProbeManager(opened, device=device, **({} if stated is None else stated.settings))
+        with told_if_long():
+            manager = DynamicProbeManager(opened, device=device, **({} if stated is None else stated.settings))
         if strict:
             from probemon.host.compatibility import check_host
 

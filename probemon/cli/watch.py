@@ -21,6 +21,7 @@ from probemon.cli.common import (
     open_deployment,
     pack_for,
     sampling_arguments,
+    told_if_long,
     use_threads,
 )
 from probemon.cli.options import (
@@ -119,7 +120,8 @@ def watch(
     from probemon.cli.watch_answer import Watched
     from probemon.manager import DynamicProbeManager
 
-    manager = DynamicProbeManager(opened, device=device, **settings)
+    with told_if_long():
+        manager = DynamicProbeManager(opened, device=device, **settings)
     if stated is not None:
         manager.hold_to(stated)
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
@@ -171,7 +173,7 @@ def _measure(
     inputs = {name: value.to(host.device) for name, value in encode(tokenizer, messages).items()}
     aside = terminal(error=True)
     try:
-        with aside.status("measuring the overhead") if aside.is_terminal else nullcontext() as status:
+        with aside.status("measuring the overhead, up to a minute") if aside.is_terminal else nullcontext() as status:
             return overhead(manager, host, inputs, progress=lambda line: status.update(line) if status else None)
     except KeyboardInterrupt:
         watching.interrupt()

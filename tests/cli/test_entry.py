@@ -202,3 +202,17 @@ def test_inputs_are_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_pa
     code, out, error = run(monkeypatch, capsys, *line.split())
     assert (code, out) == (2, "") and words in error and error.count("\n") == 1 and "'nowhere'" not in error
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_takes_long_is_told_in_a_terminal_alone():
+    program = (
+        "import time; from probemon.cli.common import told_if_long\n"
+        "with told_if_long('at once', 60): pass\n"
+        "with told_if_long('compiling', 0.1): time.sleep(0.5)\n"
+    )
+    ours, theirs = os.openpty()
+    in_terminal = subprocess.Popen([sys.executable, "-c", program], stderr=theirs)
+    os.close(theirs)
+    assert os.read(ours, 1000) == b"compiling\r\n" and in_terminal.wait() == 0
+    os.close(ours)
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stderr == b""

@@ -279,12 +279,15 @@ class Watched:
 
 
 def apart(*numbers: float) -> list[str]:
-    """Return some numbers with three decimals, or with as many more as it takes to tell them apart."""
-    texts = [f"{number:.3f}" for number in numbers]
-    for decimals in range(4, 10):
+    """Return some numbers with three decimals, or with as many more as it takes to tell them apart, and as the least of
+    them has two digits in.
+    """
+    least = min((abs(number) for number in numbers if number and math.isfinite(number)), default=1.0)
+    first = max(3, min(9, 1 - math.floor(math.log10(least))))
+    for decimals in range(first, 10):
+        texts = [f"{number:.{decimals}f}" for number in numbers]
         if len(set(texts)) == len(set(numbers)):
             break
-        texts = [f"{number:.{decimals}f}" for number in numbers]
     return texts
 
 

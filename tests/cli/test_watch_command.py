@@ -292,8 +292,9 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, t
 
 
 def test_numbers_that_are_compared_are_told_apart():
-    assert apart(0.00213, 0.00118) == ["0.002", "0.001"] and apart(0.0011, 0.0012) == ["0.0011", "0.0012"]
-    assert apart(0.5, 0.5) == ["0.500", "0.500"]
+    assert apart(0.00213, 0.00118) == ["0.0021", "0.0012"] and apart(0.0011, 0.0012) == ["0.0011", "0.0012"]
+    assert apart(0.5, 0.5) == ["0.500", "0.500"] and apart(0.00011, 0.00005144) == ["0.000110", "0.000051"]
+    assert apart(0.0, 0.3) == ["0.000", "0.300"] and apart(float("nan"), 0.2) == ["nan", "0.200"]
 
 
 def test_stop_rules_are_read_from_names_strengths_and_scores():

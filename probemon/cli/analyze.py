@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.common import load_aloud, progress_bar, use_threads, window_of
+from probemon.cli.common import MODEL_FIRST, load_aloud, progress_bar, use_threads, window_of
 from probemon.cli.options import (
     AlertSet,
     AsJson,
@@ -33,6 +33,7 @@ from probemon.cli.options import (
 )
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
+from probemon.host.loading import check_is_no_pack
 from probemon.offline.documents import MAX_CHARS
 from probemon.offline.windows import Reading
 
@@ -115,6 +116,7 @@ def analyze(
     )
     check_device(device)
     use_threads(threads)
+    check_is_no_pack(model, MODEL_FIRST)
     opened = open_packs([pack, *(more_packs or ())], alert_set)
     # What is wrong with them, with the floor or the target, shows before the model is loaded.
     check_apart(source, out)

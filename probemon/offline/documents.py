@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
+from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import loads
 from probemon.errors import ConfigError
 
@@ -364,7 +365,7 @@ def _parquet_file(path: Path) -> Any:
     try:
         return pa.parquet.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{path} is not a parquet file that can be read: {first_sentence(error)}") from error
 
 
 def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:

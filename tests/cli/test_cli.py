@@ -242,7 +242,10 @@ def test_inspect_says_what_is_in_the_pack():
         (["watch", "demo", PACK, "--threads", "-1"], "--threads is -1: give 1 or more"),
         (["watch", "demo", PACK, "--max-new-tokens", "many"], "valid integer"),
         (["watch", "demo", PACK, "--device", "quantum"], "device 'quantum' cannot be used here"),
-        (["watch", "other"], "PACK is missing: only the model 'demo' has one that comes with probemon"),
+        (
+            ["watch", "other"],
+            "PACK is missing: only the model 'demo' has one that comes with probemon, and there is no folder 'other'",
+        ),
         (["watch", "demo", PACK, "--out", "/proc/none/scores.jsonl"], "nothing can be written in /proc"),
         (
             ["calibrate", PACK, "--benign", "README.md", "--fpr", "0.01", "--out", "/proc/none/pack"],

@@ -12,7 +12,9 @@ import pytest
 import typer
 
 import probemon
+from conftest import make_model
 from probemon.cli import app as cli
+from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError
 from probemon.host.loading import load_model
 
@@ -105,6 +107,70 @@ def test_a_wrong_model_names_what_is_near(monkeypatch, tmp_path, name, message):
     with pytest.raises(ConfigError) as caught:
         load_model(name, "cpu", print)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "order"),
+    [
+        ("watch {pack} demo --plain", True),
+        ("watch {pack}", True),
+        ("watch {pack} nowhere", True),
+        ("serve {pack} demo", True),
+        ("doctor {pack} demo", True),
+        ("analyze {pack} demo rows.jsonl --out scores", True),
+        ("analyze {pack} demo rows.jsonl --out scores --ray 2", True),
+        ("train {pack} rows.jsonl --exclusive --out new", False),
+        ("states {pack} rows.jsonl --sites resid_post.1 --out new", False),
+        ("calibrate demo --model {pack} --benign rows.jsonl --fpr 0.1", False),
+        ("routing {pack}", False),
+    ],
+)
+@pytest.mark.parametrize("pack", [str(ROOT / "probes" / "wordnet-smollm2-135m"), "wordnet-smollm2-135m"])
+def test_a_pack_in_the_place_of_a_model_is_called_a_pack(monkeypatch, capsys, tmp_path, line, order, pack):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"text": f"Text {i} of {word}.", "labels": ["a"] * (i % 2)} for i in range(40) for word in ("whales", "ships")
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out, error = run(monkeypatch, capsys, *line.format(pack=pack).split())
+    remedy = (
+        "give the model first, then the pack" if order else "give the folder of a model, a name on the hub, or demo"
+    )
+    assert (code, out) == (2, "")
+    assert error.splitlines()[-1] == f"probemon: {pack} is a probe pack, not a model: {remedy}"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_a_whole_sentence(tmp_path):
+    make_model().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="is a folder and cannot be loaded: ") as caught:
+        load_model(str(tmp_path / "bare"), "cpu", print)
+    assert "\n" not in str(caught.value) and not str(caught.value).endswith((":", ",", "("))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "No tokenizer from one of: \n(1) a file, \n(2) a class. \nInstall it.",
+            "No tokenizer from one of: (1) a file, (2) a class",
+        ),
+        ("It failed. Try again.\nA trace", "It failed. Try again"),
+        ("\n  Nothing of:", "Nothing of"),
+        ("", "OSError"),
+        ("a" * 400, "a" * 299 + "…"),
+    ],
+)
+def test_an_error_of_somebody_else_is_not_cut_off_at_a_colon(text, sentence):
+    assert first_sentence(OSError(text)) == sentence
+
+
+def test_a_model_that_cannot_be_fetched_is_said_with_a_remedy(monkeypatch):
+    with pytest.raises(ConfigError) as caught:  # the tests run offline
+        load_model("org/nope", "cpu", print)
+    assert str(caught.value) == (
+        "'org/nope' is neither a folder nor a model in the cache, and HF_HUB_OFFLINE forbids to ask the hub: unset it,"
+        " or give a folder"
+    )
 
 
 def test_a_hub_that_does_not_answer_is_asked_once():

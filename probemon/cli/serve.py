@@ -93,15 +93,14 @@ def serve(
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     with open_socket(host, port) as sock:
         loaded, tokenizer = load_aloud(model, device, dtype)
+        from probemon.host.compatibility import check_readable
+        from probemon.host.model import unwrap
         from probemon.manager import DynamicProbeManager
         from probemon.serving.app import make_app
         from probemon.serving.served import Served, served_name
 
         manager = DynamicProbeManager(opened, device=device, **({} if stated is None else stated.settings))
-        if strict:
-            from probemon.host.compatibility import check_host
-
-            check_host(manager.pack, loaded, strict=True)
+        check_readable(manager.pack, unwrap(loaded), strict=strict)
         token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
         served = Served(served_name(model), loaded, tokenizer, manager, limits, stated)
         app = make_app(served, limits, token=token, hosts=names)

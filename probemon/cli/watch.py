@@ -117,14 +117,17 @@ def watch(
     host, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.live_view import LiveView, PlainView, summary
     from probemon.cli.watch_answer import Watched
+    from probemon.host.compatibility import check_readable
+    from probemon.host.model import unwrap
     from probemon.manager import DynamicProbeManager
 
     manager = DynamicProbeManager(opened, device=device, **settings)
     if stated is not None:
         manager.hold_to(stated)
+    check_readable(manager.pack, unwrap(host), strict=strict)  # before the view says that it is watched
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)
-    title = f"{model} watched by {opened.name}"
+    title, result = f"{model} watched by {opened.name}", None
     view: PlainView | LiveView
     if plain or not console.is_terminal:
         view = PlainView(console, above=above)
@@ -132,12 +135,10 @@ def watch(
     else:
         view = LiveView(console, title=title, above=above)
     _seed(seed)
-    from probemon.host.model import unwrap
     from probemon.telemetry.slot_memories import slot_memories
 
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
     generate["routing"] = bool(slot_memories(unwrap(host)))  # what a memory reads is shown beside the concepts
-    result = None
     with view, on_interrupt(watching.interrupt):
         for event in manager.stream(host, tokenizer, messages, **generate):
             view.show(event)

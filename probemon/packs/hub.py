@@ -344,8 +344,8 @@ def _card(pack: OpenedPack) -> bytes:
         return str(card).encode()
     except Exception as error:  # whatever YAML an author wrote
         raise PackError(
-            f"{path} cannot be given metadata ({first_sentence(error)}): begin it with a heading, or with metadata in YAML"
-            " between two lines of ---"
+            f"{path} cannot be given metadata ({first_sentence(error)}): begin it with a heading, or with metadata in"
+            " YAML between two lines of ---"
         ) from error
 
 
@@ -368,7 +368,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 def _explanation(repo: str, revision: str | None, error: Exception) -> str:
     """Say what went wrong with the hub, and what to do."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # an upload in a thread says which file; its cause says why
@@ -394,9 +394,10 @@ def _explanation(repo: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             what = "" if revision is None else f" at {revision!r}"
+            offline = constants.is_offline_mode()
             return (
-                f"{repo!r}{what} is not a folder, and not whole in the cache, and the hub may not be asked: unset"
-                " HF_HUB_OFFLINE and leave out local_files_only once"
+                f"{repo!r}{what} is not a folder, and not whole in the cache, and the hub may not be asked:"
+                f" {'unset HF_HUB_OFFLINE' if offline else 'leave out local_files_only'} once, or give a folder"
             )
         return (
             f"{repo!r} is not a folder, and not whole in the cache, and the hub cannot be reached"

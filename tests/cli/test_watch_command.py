@@ -149,6 +149,29 @@ def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_pat
     assert shown == [(one["token"], str(one["position"])) for (one,) in read if one["token_id"] >= 0]
 
 
+@pytest.mark.parametrize(
+    ("site", "told"),
+    [
+        ("resid_post.1", "reads hidden states of 16 values, LlamaForCausalLM has 576"),
+        ("resid_post.33", "reads resid_post.33, LlamaForCausalLM has layers 0..29"),
+    ],
+)
+@pytest.mark.parametrize("model_id", [None, "org/other"])
+def test_a_pack_of_another_model_is_refused_before_anything_is_shown(
+    demo, tmp_path, monkeypatch, capsys, site, told, model_id
+):
+    host = {} if model_id is None else {"model_id": model_id}
+    name = make_pack(tmp_path / "pack", make_model(), sites=(site,), host=host).name
+    monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: demo)
+    monkeypatch.setattr(sys, "argv", ["probemon", "watch", "demo", str(tmp_path / "pack"), "--plain"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, error = capsys.readouterr()
+    of = "the model that it was made for" if model_id is None else "org/other, which it was made for"
+    assert (ended.value.code, out) == (2, "")
+    assert error == f"probemon: {name} {told}: use a pack that was made for this model, or load {of}\n"
+
+
 def test_a_seed_gives_the_same_text_twice_and_another_one_another(watch):
     arguments = ("--max-new-tokens", 12, "--sample", "--temperature", 1.3, "--top-p", 0.95)
     first, again, other = (watch(*arguments, "--seed", seed)[1]["text"] for seed in (7, 7, 8))

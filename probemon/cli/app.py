@@ -118,6 +118,8 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if _follows_interrupt(error):
+            return 130
         if isinstance(error, OSError) and error.filename and error.errno in _OF_A_PATH:
             say(f"probemon: {error.filename!s:.200} cannot be used: {error.strerror}", error=True)
             return 2
@@ -135,6 +137,17 @@ def _run() -> int:
             error=True,
         )
         return 2
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    """Whether an error came of Ctrl-C: what is interrupted while it is imported may raise one of its own."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

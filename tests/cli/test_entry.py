@@ -73,6 +73,26 @@ def test_the_package_is_a_command_too():
 
 
 @pytest.mark.parametrize(
+    "module", ["typer", "probemon.cli.app", "probemon.cli.watch", "numpy", "torch", "torch.nn", "transformers"]
+)
+def test_ctrl_c_while_something_is_imported_ends_it_without_a_word(module):
+    program = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # of a job in the background it is ignored
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["probemon", "watch", "demo", "--max-new-tokens", "1"]
+from probemon.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
     ("words", "number", "completed"),
     [
         ("probemon wa", 1, "watch"),

@@ -387,6 +387,8 @@ def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch
         (["--min-strength", "nan"], "--min-strength is nan: give 0 or more"),
         (["--concept", "whael"], "did you mean 'whale'?"),
         (["--concept", "automobile"], "the nearest in meaning is 'car'"),
+        (["--stop-on", "region"], "'region' is two concepts of wordnet-smollm2-135m: 'region (region.n.01)' (the ext"),
+        (["--stop-on", "region:2"], "'region (region.n.03)' (a large indefinite location on the surface of the Earth)"),
         (["--stop-on", "whael"], "no concept 'whael', did you mean 'whale'?"),
         (["--stop-on", "whael:2"], "no concept 'whael', did you mean 'whale'?"),
         (["--stop-on", "whale:above=1"], "--stop-on whale:above=1: a score has to exceed 1"),

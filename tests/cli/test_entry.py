@@ -9,11 +9,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 
 import probemon
+from arrangements import tokenizer
 from conftest import make_model
 from probemon.cli import app as cli
+from probemon.cli import shell_words
 from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError
 from probemon.host.loading import load_model
@@ -203,6 +207,42 @@ def test_a_hub_that_does_not_answer_is_asked_once():
     assert time.monotonic() - begin < 20
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert "'dmo' is neither a folder nor a model" in done.stderr and "did you mean 'demo'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("find whale", "No such command 'find': did you mean 'probemon concepts'?"),
+        ("compare a b", "No such command 'compare': did you mean 'probemon diff'?"),
+        ("evaluate demo", "No such command 'evaluate': did you mean 'probemon analyze'?"),
+        ("pack find", "No such command 'find'. (see probemon pack --help)"),
+        ("quantize demo --out small", "OUT is the second argument: probemon quantize PACK OUT"),
+        ("inspect demo --out small", "(see probemon inspect --help)"),
+        ("quantize demo probes", "probes exists: choose another path, or overwrite it (--overwrite)"),
+        (
+            "import probelab w.safetensors new --site resid_post.1 --normalize none",
+            "w.safetensors is no file of probelab, whose save writes 'class' and 'state_dict': probemon import"
+            " safetensors takes any safetensors file, with a mapping",
+        ),
+        ("train demo one.jsonl --exclusive --out new", "let the model write more (--generate N)"),
+    ],
+)
+def test_what_was_meant_is_said_in_words_of_the_shell(monkeypatch, capsys, tmp_path, line, end):
+    monkeypatch.chdir(tmp_path)
+    save_file({"w": torch.zeros(3)}, "w.safetensors")
+    Path("probes").mkdir()
+    Path("one.jsonl").write_text(
+        "".join(f'{{"text": "Text {i}.", "labels": {["a"] * (i == 1)}}}\n' for i in range(9)).replace("'", '"')
+    )
+    if line.startswith("train"):
+        monkeypatch.setattr("probemon.cli.train.load_aloud", lambda *_, **__: (make_model(), tokenizer()))
+    code, out, error = run(monkeypatch, capsys, *line.split())
+    assert (code, out, error.count("\n")) == (2, "", 1) and error.endswith(f"{end}\n")
+
+
+@pytest.mark.parametrize("command", sorted(set(shell_words._COMMANDS.values())))
+def test_commands_that_are_suggested_are_there(command):
+    assert command in COMMANDS.commands and not set(shell_words._COMMANDS) & set(COMMANDS.commands)
 
 
 # -- packs -----------------------------------------------------------------------------------------

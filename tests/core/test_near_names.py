@@ -92,7 +92,6 @@ def test_a_name_that_is_several_but_for_brackets_lists_five_with_what_they_mean(
     number, more = {2: ("two", ""), 5: ("five", ""), 6: ("six", " and 1 more")}[n]
     assert str(caught.value) == f"'bank' is {number} concepts of toy: {', '.join(listed)}{more}: give one of them"
     assert names.find("bank (n1)") == 1
-
     with pytest.raises(UnknownConcept, match="did you mean 'bank \\(n0\\)'"):
         Names("toy", concepts[:1], lambda probe: ["top"]).find("bank")
 

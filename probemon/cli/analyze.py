@@ -121,7 +121,9 @@ def analyze(
     # What is wrong with them, with the floor or the target, shows before the model is loaded.
     check_apart(source, out)
     check_target(out)
-    read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    documents = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    if source != "-" and next(documents, None) is None:
+        raise ConfigError(f"{source} has no documents: there is nothing to score")
     Tables(opened, least, not no_text)
     if ray:
         from probemon.offline.distributed import Job
@@ -205,6 +207,8 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
 
 
 def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
+    if analysis.complete and not analysis.manifest["totals"]["documents"]:
+        raise ConfigError("there was nothing to score: no documents came")
     if not analysis.complete:
         if as_json:
             answer({"directory": str(out), "complete": False})

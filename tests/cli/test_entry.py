@@ -294,6 +294,9 @@ def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
     [
         ("analyze nowhere probes demo.jsonl --out new", "no such folder: 'probes'"),
         ("analyze nowhere demo missing.jsonl --out new", "missing.jsonl is neither a file nor a folder"),
+        ("analyze nowhere demo empty.txt --out new", "empty.txt has no documents: there is nothing to score\n"),
+        ("analyze nowhere demo a.yaml --out new", "a.yaml is YAML, and of one file each line is a document: write its"),
+        ("analyze nowhere demo a.pt --out new", "a.pt is a file of tensors, and no text: write its texts as .txt or "),
         ("analyze nowhere demo demo.jsonl --out new --floor 2", "floor is 2.0"),
         ("analyze nowhere demo demo.jsonl --out demo.jsonl", "demo.jsonl exists and holds no analysis"),
         ("analyze nowhere demo demo.jsonl --out full", "full exists and holds no analysis"),
@@ -320,6 +323,9 @@ def test_inputs_are_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_pa
     """Each of these names a model that is not there, too; its absence would be said if it were looked for first."""
     monkeypatch.chdir(tmp_path)
     Path("demo.jsonl").write_text('{"text": "Whales swim."}\n')
+    Path("empty.txt").write_text("\n \n")
+    for name in ("a.yaml", "a.pt"):
+        Path(name).write_text("- whales\n- ships\n")
     Path("named.jsonl").write_text('{"text": "Whales swim.", "concepts": ["nohting"]}\n')
     for file in ("full/something", "scores/documents.parquet"):
         Path(file).parent.mkdir()

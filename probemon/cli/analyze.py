@@ -32,6 +32,7 @@ from probemon.cli.options import (
     WindowTokens,
 )
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.core.counted import counted
 from probemon.errors import ConfigError
 from probemon.host.loading import check_is_no_pack
 from probemon.offline.documents import MAX_CHARS
@@ -221,7 +222,7 @@ def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
     totals = analysis.manifest.get("totals", {})
     if analysis.complete and totals["documents"] == totals["bad_documents"] > 0:
         raise ConfigError(
-            f"none of the {totals['documents']} documents could be scored; the first:"
+            f"none of {counted(totals['documents'], 'document')} could be scored; the first:"
             f" {analysis.documents().column('reason')[0]}"
         )
 
@@ -237,13 +238,14 @@ def _show(analysis: Analysis) -> None:
         else ""
     )
     say(
-        f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']}"
-        f" unseen, {totals['rows']} rows"
+        f"{analysis.directory}: {counted(totals['documents'], 'document')}{bad},"
+        f" {counted(totals['tokens'], 'token')}, {totals['unseen']}"
+        f" unseen, {counted(totals['rows'], 'row')}"
     )
     p, seen = len(concepts), max(1, totals["tokens"] - totals["unseen"])
     say(
-        f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token,"
-        f" {totals['dropped']} dropped"
+        f"{counted(p, 'probe')}, {totals['active'] / seen:.0f} active and"
+        f" {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped"
     )
     if caution := unlike(totals.get("far", 0), totals["tokens"] - totals["unseen"]):
         say(f"caution: {caution}")

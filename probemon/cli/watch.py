@@ -52,6 +52,7 @@ from probemon.cli.options import (
 )
 from probemon.cli.signals import on_interrupt
 from probemon.cli.terminal import answer, terminal
+from probemon.core.counted import counted
 from probemon.core.harmless_text import clip
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def watch(
     view: PlainView | LiveView
     if plain or not console.is_terminal:
         view = PlainView(console, above=above)
-        console.print(f"{title}: {opened.n_probes} probes; prompt: {clip(prompt, _PROMPT_SHOWN)}")
+        console.print(f"{title}: {counted(opened.n_probes, 'probe')}; prompt: {clip(prompt, _PROMPT_SHOWN)}")
     else:
         view = LiveView(console, title=title, above=above)
     _seed(seed)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import probemon
 from arrangements import tokenizer
-from conftest import make_model
+from conftest import make_model, make_pack
 from probemon.cli import app as cli
 from probemon.cli import shell_words
 from probemon.core.first_sentence import first_sentence
@@ -274,6 +274,16 @@ def test_the_shipped_pack_is_there_from_any_folder(monkeypatch, capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     code, out, error = run(monkeypatch, capsys, "inspect", name, "--json")
     assert (code, error) == (0, "") and json.loads(out)["name"] == "wordnet-smollm2-135m"
+
+
+@pytest.mark.parametrize(("n", "probes"), [(1, "1 probe,"), (2, "2 probes,")])
+def test_one_is_counted_as_one_and_a_licence_is_called_one(monkeypatch, capsys, tmp_path, n, probes):
+    make_pack(tmp_path / "few", make_model(), n=n, licence="not stated")
+    code, out, error = run(monkeypatch, capsys, "inspect", str(tmp_path / "few"))
+    assert (code, error) == (0, "") and f"random  {probes} " in out
+    assert "read at resid_post.1; licence: not stated\n" in out
+    code, out, _ = run(monkeypatch, capsys, "concepts", str(tmp_path / "few"))
+    assert code == 0 and f"{n} of {n} concept{'s' * (n > 1)}," in out
 
 
 def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):

@@ -132,7 +132,8 @@ def split(documents: Sequence[int], shares: Mapping[str, float], *, seed: int) -
     wanted = [name for name, share in shares.items() if share > 0]
     if len(different) < len(wanted):
         raise ConfigError(
-            f"there {'is' if len(different) == 1 else 'are'} {counted(len(different), 'document')} (texts that are nearly the same are one), and {len(wanted)} parts,"
+            f"there {'is' if len(different) == 1 else 'are'} {counted(len(different), 'document')}"
+            f" (texts that are nearly the same are one), and {len(wanted)} parts,"
             f" {', '.join(wanted)}, need one each: give more texts"
         )
     order = np.random.default_rng(seed).permutation(len(different)).tolist()

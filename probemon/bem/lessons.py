@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from probemon.bem.losses import Batch
+from probemon.core.counted import counted
 from probemon.errors import ConfigError
 
 
@@ -131,7 +132,8 @@ def split(documents: Sequence[int], shares: Mapping[str, float], *, seed: int) -
     wanted = [name for name, share in shares.items() if share > 0]
     if len(different) < len(wanted):
         raise ConfigError(
-            f"there are {len(different)} documents (texts that are nearly the same are one), and {len(wanted)} parts,"
+            f"there {'is' if len(different) == 1 else 'are'} {counted(len(different), 'document')}"
+            f" (texts that are nearly the same are one), and {len(wanted)} parts,"
             f" {', '.join(wanted)}, need one each: give more texts"
         )
     order = np.random.default_rng(seed).permutation(len(different)).tolist()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.common import load_aloud, progress_bar, told_if_long, use_threads, window_of
+from probemon.cli.common import MODEL_FIRST, load_aloud, make_manager, progress_bar, use_threads, window_of
 from probemon.cli.options import (
     AlertSet,
     AsJson,
@@ -32,7 +32,9 @@ from probemon.cli.options import (
     WindowTokens,
 )
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.core.counted import counted
 from probemon.errors import ConfigError
+from probemon.host.loading import check_is_no_pack
 from probemon.offline.documents import MAX_CHARS
 from probemon.offline.windows import Reading
 
@@ -102,7 +104,6 @@ def analyze(
     system share the work.
     """
     from probemon.engine.kernels import check_device
-    from probemon.manager import DynamicProbeManager
     from probemon.offline.analysis_folder import check_target
     from probemon.offline.analyze import Tables, check_apart, kernel_of
     from probemon.offline.documents import read_documents
@@ -115,11 +116,14 @@ def analyze(
     )
     check_device(device)
     use_threads(threads)
+    check_is_no_pack(model, MODEL_FIRST)
     opened = open_packs([pack, *(more_packs or ())], alert_set)
     # What is wrong with them, with the floor or the target, shows before the model is loaded.
     check_apart(source, out)
     check_target(out)
-    read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    documents = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    if source != "-" and next(documents, None) is None:
+        raise ConfigError(f"{source} has no documents: there is nothing to score")
     Tables(opened, least, not no_text)
     if ray:
         from probemon.offline.distributed import Job
@@ -139,8 +143,7 @@ def analyze(
         )
         _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
-    with told_if_long():
-        manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
+    manager = make_manager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
     host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with _progress(source) as progress:
         analysis = manager.analyze(
@@ -204,6 +207,8 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
 
 
 def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
+    if analysis.complete and not analysis.manifest["totals"]["documents"]:
+        raise ConfigError("there was nothing to score: no documents came")
     if not analysis.complete:
         if as_json:
             answer({"directory": str(out), "complete": False})
@@ -216,7 +221,7 @@ def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
     totals = analysis.manifest.get("totals", {})
     if analysis.complete and totals["documents"] == totals["bad_documents"] > 0:
         raise ConfigError(
-            f"none of the {totals['documents']} documents could be scored; the first:"
+            f"none of {counted(totals['documents'], 'document')} could be scored; the first:"
             f" {analysis.documents().column('reason')[0]}"
         )
 
@@ -232,13 +237,14 @@ def _show(analysis: Analysis) -> None:
         else ""
     )
     say(
-        f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']}"
-        f" unseen, {totals['rows']} rows"
+        f"{analysis.directory}: {counted(totals['documents'], 'document')}{bad},"
+        f" {counted(totals['tokens'], 'token')}, {totals['unseen']}"
+        f" unseen, {counted(totals['rows'], 'row')}"
     )
     p, seen = len(concepts), max(1, totals["tokens"] - totals["unseen"])
     say(
-        f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token,"
-        f" {totals['dropped']} dropped"
+        f"{counted(p, 'probe')}, {totals['active'] / seen:.0f} active and"
+        f" {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped"
     )
     if caution := unlike(totals.get("far", 0), totals["tokens"] - totals["unseen"]):
         say(f"caution: {caution}")

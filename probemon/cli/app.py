@@ -35,6 +35,7 @@ from probemon.cli.packs import pack as packs
 from probemon.cli.report import report
 from probemon.cli.routing import routing
 from probemon.cli.serve import serve
+from probemon.cli.shell_words import in_shell, meant
 from probemon.cli.states import states
 from probemon.cli.terminal import border, say
 from probemon.cli.train import train
@@ -110,7 +111,7 @@ def _run() -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except ProbemonError as error:
-        say(f"probemon: {' '.join(str(error).split())}", error=True)
+        say(f"probemon: {in_shell(' '.join(str(error).split()))}", error=True)
         return 2
     except BrokenPipeError:  # a closed pipe (`| head`) ends the program, not with a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -118,6 +119,8 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if _follows_interrupt(error):
+            return 130
         if isinstance(error, OSError) and error.filename and error.errno in _OF_A_PATH:
             say(f"probemon: {error.filename!s:.200} cannot be used: {error.strerror}", error=True)
             return 2
@@ -129,12 +132,22 @@ def _run() -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: the help is the answer
             say(*error.format_message().split("\n"))
             return 0
-        say(
-            f"probemon: {' '.join(error.format_message().split())} (see"
-            f" {context.command_path if context else 'probemon'} --help)",
-            error=True,
-        )
+        path, message = context.command_path if context else "probemon", " ".join(error.format_message().split())
+        known = meant(message, path)
+        end = f"{message.rstrip('.')}: {known}" if known else f"{message} (see {path} --help)"
+        say(f"probemon: {end}", error=True)
         return 2
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    """Whether an error came of Ctrl-C: what is interrupted while it is imported may raise one of its own."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from probemon.cli.options import (
 )
 from probemon.cli.scored_documents import ScoredDocuments, check_readable, concepts_of, labelled
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.core.counted import counted
 from probemon.core.files import why_not_writable
 from probemon.errors import ConfigError, PackError
 from probemon.offline.documents import MAX_CHARS
@@ -371,23 +372,26 @@ def _show(
     if expansion is not None:
         slack = "the last resort, no slack at all" if expansion.slack is None else f"slack {expansion.slack:.4g}"
         sentence = expansion.sentence().replace("`", "")
-        say(f"{sentence} At {slack}; {expansion.n_unknown} probes always expanded for want of scores.")
+        say(f"{sentence} At {slack}; {counted(expansion.n_unknown, 'probe')} always expanded for want of scores.")
     if alerts is None:
         return
     compared = "single tokens" if str(alerts.aggregator) == "each" else alerts.aggregator
     whose = "any threshold" if alerts.family else "each threshold"
     as_if = " (as if tokens were independent, which those of one document are not)" if alerts.unit == "token" else ""
-    n_watched = f"{len(watched)} concept{'' if len(watched) == 1 else 's'}"
+    n_watched = f"{counted(len(watched), 'concept')}"
     share, sure = f"{alerts.fpr:g}", f"{100 * alerts.confidence:g} % confidence"
     say(
         f"alerts on {compared}, {n_watched}: at most {share} of benign {alerts.unit}s exceed {whose},"
         f" with {sure} for all together{as_if}",
-        f"in these documents {int(alerts.any_token.count[0])} of {alerts.n_tokens} tokens exceed the threshold of one"
-        f" concept or more; such tokens are in {int(alerts.any_document.count[0])} of {alerts.n_documents} documents",
+        f"in these documents {int(alerts.any_token.count[0])} of"
+        f" {counted(alerts.n_tokens, 'token')} exceed the threshold"
+        f" of one concept or more; such tokens are in {int(alerts.any_document.count[0])} of"
+        f" {counted(alerts.n_documents, 'document')}",
     )
     mute = int((alerts.threshold >= 1).sum())
     if mute:
-        say(f"{mute} concepts have threshold 1, which no score exceeds: benign scores are as high as any")
+        have = f"{counted(mute, 'concept')} {'has' if mute == 1 else 'have'}"
+        say(f"{have} threshold 1, which no score exceeds: benign scores are as high as any")
     if alerts.unit == "token":
         false_rates, true_rates = alerts.tokens, alerts.positive_tokens
     else:

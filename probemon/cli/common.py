@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from probemon.cli.terminal import say, terminal
 from probemon.errors import ConfigError
-from probemon.host.loading import load_model, slow_number
+from probemon.host.loading import check_is_no_pack, load_model, slow_number
 from probemon.offline.windows import Window
 
 if TYPE_CHECKING:
+    from probemon.manager import DynamicProbeManager
     from probemon.monitor.deployment import Deployment
     from probemon.packs.group import AnyPack
 
@@ -83,11 +85,18 @@ def check_fits(host: Any, tokenizer: Any, messages: Any) -> None:
         raise ConfigError(f"the prompt has {n_tokens:,} tokens, and the model reads at most {most:,}: shorten it")
 
 
+MODEL_FIRST = "give the model first, then the pack"
+
+
 def pack_for(model: str, pack: str | None) -> str:
-    """Return the PACK that was given, the shipped one where MODEL is demo. Raises `ConfigError` for other models."""
+    """Return the PACK that was given, the shipped one where MODEL is demo. Raises `ConfigError` for other models, and
+    where MODEL is a pack.
+    """
+    check_is_no_pack(model, MODEL_FIRST)
     if pack is None and model != "demo":
-        meant = ", did you mean 'demo'?" if difflib.get_close_matches(model, ["demo"]) else ""
-        raise ConfigError(f"PACK is missing: only the model 'demo' has one that comes with probemon{meant}")
+        near = ", did you mean 'demo'?" if difflib.get_close_matches(model, ["demo"]) else ""
+        nowhere = "" if os.path.isdir(model) else f", and there is no folder {model!r} here"
+        raise ConfigError(f"PACK is missing: only the model 'demo' has one that comes with probemon{near or nowhere}")
     return "demo" if pack is None else pack
 
 
@@ -154,6 +163,14 @@ def told_if_long(what: str = COMPILES, seconds: float = 3.0) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def make_manager(pack: AnyPack, **settings: Any) -> DynamicProbeManager:
+    """Make a manager; where that takes long, say why."""
+    from probemon.manager import DynamicProbeManager
+
+    with told_if_long():
+        return DynamicProbeManager(pack, **settings)
 
 
 def window_of(n_tokens: int, overlap: int) -> Window | None:

@@ -16,6 +16,7 @@ import typer
 
 from probemon.cli.options import AlertSet, AsJson, Pack
 from probemon.cli.terminal import answer, harmless, plain_table, say, terminal
+from probemon.core.counted import counted
 from probemon.core.near_names import texts_of
 from probemon.errors import ConfigError
 
@@ -144,7 +145,7 @@ def _show(pack: ProbePack, shown: set[int], matches: set[int], deepest: int, dep
     by = f"alert set {pack.alert_set}" if pack.alert_set else "alert thresholds without a name"
     others = [name for name in pack.alert_sets if name != pack.alert_set]
     also = f" (--alert-set also knows {', '.join(others)})" if others else ""
-    say(f"{pack.name}: {len(shown)} of {pack.n_probes} concepts, {by}{also}")
+    say(f"{pack.name}: {len(shown)} of {counted(pack.n_probes, 'concept')}, {by}{also}")
     console.print(table)
     if all(row[2] == "-" for row in rows):
         say("None of these has an alert threshold, so none fires: probemon calibrate sets thresholds.")

@@ -15,6 +15,7 @@ import typer
 from probemon.cli.common import open_deployment
 from probemon.cli.options import AsJson
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.core.counted import counted
 
 deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check a deployment file.")
 _SHOWN = 20  # rules
@@ -58,12 +59,12 @@ def check(
         return
     say(f"{deployment.name}: {pack.name}", f"sha256 of what it says: {deployment.sha256}")
     say(
-        f"every token: {cost.n_always} of {cost.n_probes} probes at least ({_size(cost.always_bytes)}),"
+        f"every token: {cost.n_always} of {counted(cost.n_probes, 'probe')} at least ({_size(cost.always_bytes)}),"
         f" {cost.n_most} at most ({_size(cost.most_bytes)}); weights in memory: {_size(cost.weight_bytes)}"
     )
     if cost.n_watched < cost.n_probes:
         n_left_out = cost.n_probes - cost.n_watched
-        say(f"{cost.n_watched} probes are watched; include, exclude and depth leave out {n_left_out}")
+        say(f"watched: {counted(cost.n_watched, 'probe')}; include, exclude and depth leave out {n_left_out}")
     metrics = deployment.metrics(pack)
     if metrics is not None:
         where = f"at {metrics.get('address', '127.0.0.1')} port {metrics['port']}" if "port" in metrics else "to show"

@@ -14,6 +14,7 @@ import typer
 
 from probemon.cli.common import progress_bar
 from probemon.cli.terminal import answer, plain_table, say, shorten_path, terminal
+from probemon.core.counted import counted
 from probemon.core.scores import unlike
 from probemon.errors import ConfigError
 
@@ -92,7 +93,9 @@ def _show(comparison: Comparison, most: int) -> None:
         " intervals"
     )
     listed = comparison.differing
-    tested = f"{len(comparison.rows)} concepts tested, {comparison.n_never_over} never over the floor in either"
+    tested = (
+        f"{counted(len(comparison.rows), 'concept')} tested, {comparison.n_never_over} never over the floor in either"
+    )
     if not listed:
         lowest = f"; the lowest q is {comparison.rows[0].q:.3g}" if comparison.rows else ""
         say(
@@ -100,7 +103,7 @@ def _show(comparison: Comparison, most: int) -> None:
             " that the corpora are alike"
         )
         return
-    say(f"{len(listed)} concepts differ ({tested})")
+    say(f"{counted(len(listed), 'concept')} differ{'s' if len(listed) == 1 else ''} ({tested})")
     say(
         f"of those that differ, {100 * comparison.fdr:g} % at most are expected to be chance (false-discovery rate,"
         " Benjamini-Hochberg)"
@@ -125,8 +128,8 @@ def _corpus(letter: str, corpus: Corpus) -> str:
     beside = f" (left out: {', '.join(left_out)})" if left_out else ""
     n = corpus.n_documents + corpus.n_bad + corpus.n_unseen
     return (
-        f"{letter}  {corpus.directory}: {corpus.n_documents} of {n} documents compared{beside},"
-        f" {corpus.n_tokens} seen tokens, {corpus.median_tokens:g} in the median document"
+        f"{letter}  {corpus.directory}: {corpus.n_documents} of {counted(n, 'document')} compared{beside},"
+        f" {counted(corpus.n_tokens, 'seen token')}, {corpus.median_tokens:g} in the median document"
     )
 
 

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from probemon import __version__
 from probemon.cli.common import told_if_long
+from probemon.core.counted import counted
 from probemon.engine.kernels import cache_folder, check_device
 from probemon.errors import ProbemonError
 from probemon.host.abilities import Abilities
@@ -116,7 +117,7 @@ class Examination:
             named.append(open_one(text, alone=len(self._names) == 1, verify=True))
             name, pack = named[-1]
             golden = "it records no scores" if pack.golden_error is None else "its recorded scores come out"
-            return Check("pack", OK, f"{name}: {pack.n_probes} probes, every file has its hash, {golden}")
+            return Check("pack", OK, f"{name}: {counted(pack.n_probes, 'probe')}, every file has its hash, {golden}")
 
         for text in self._names:
             self._try("pack", "Fetch or write the pack again; probemon inspect shows what is in one.", opened, text)

@@ -19,6 +19,7 @@ import typer
 from probemon.cli.common import progress_bar
 from probemon.cli.options import OverwritePack
 from probemon.cli.terminal import answer, say
+from probemon.core.counted import counted
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ def _report(pack: ProbePack, as_json: bool, report: dict[str, Any], lines: list[
         )
         return
     say(
-        f"{pack.directory}: {pack.n_probes} probes, {pack.architecture}, {pack.manifest.get('dtype')},"
+        f"{pack.directory}: {counted(pack.n_probes, 'probe')}, {pack.architecture}, {pack.manifest.get('dtype')},"
         f" {pack.weight_bytes() / 1e6:.2f} MB"
     )
     for line in lines:

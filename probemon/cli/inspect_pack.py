@@ -14,6 +14,7 @@ import numpy as np
 from probemon.cli.options import AsJson, Pack
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.core.checks import is_number
+from probemon.core.counted import counted
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
@@ -116,7 +117,7 @@ def _show(pack: ProbePack) -> None:
 
     manifest, host = pack.manifest, pack.manifest["host"]
     say(
-        f"{pack.name}  {pack.n_probes} probes, {pack.architecture}, {manifest.get('dtype')},"
+        f"{pack.name}  {counted(pack.n_probes, 'probe')}, {pack.architecture}, {manifest.get('dtype')},"
         f" {pack.weight_bytes() / 1e6:.2f} MB, {pack.score_rule} scores"
         f"{'' if pack.scope == 'here' else ' of all tokens so far'}"
     )
@@ -125,14 +126,14 @@ def _show(pack: ProbePack) -> None:
     width = f"{size} values a token" if any(map(is_recurrent, pack.sites)) else f"hidden size {size}"
     say(
         f"for {host.get('model_id') or 'a host that is not stated'} ({n_layers}{width}), read at"
-        f" {', '.join(pack.sites)}; {manifest['licence']}"
+        f" {', '.join(pack.sites)}; licence: {manifest['licence']}"
     )
     _show_levels(pack)
     groups = _groups(pack)
     if groups:
         first = f"{groups[0][0]} and {len(groups[0]) - 1} more"
         say(
-            f"{sum(map(len, groups))} probes in {len(groups)} softmax group{'s' if len(groups) > 1 else ''} ({first},"
+            f"{counted(sum(map(len, groups)), 'probe')} in {counted(len(groups), 'softmax group')} ({first},"
             " for example): within each, scores add up to 1"
         )
     stated = manifest.get("quality") or {}
@@ -141,7 +142,10 @@ def _show(pack: ProbePack) -> None:
     found = trained.values() if isinstance(trained, dict) else ()
     areas = [one["auroc"] for one in found if isinstance(one, dict) and is_number(one.get("auroc"))]
     if areas and not figures:
-        figures = [f"AUROC of {len(areas)} concepts on test texts: median {median(areas):.3f}, least {min(areas):.3f}"]
+        figures = [
+            f"AUROC of {counted(len(areas), 'concept')} on test texts: median {median(areas):.3f},"
+            f" least {min(areas):.3f}"
+        ]
     rounded = stated.get("int8")
     of = f" of the weights before they were rounded, {_rounded(rounded)}" if isinstance(rounded, dict) else ""
     say(f"quality{of}: {'; '.join(figures) or 'not stated'}")
@@ -152,7 +156,8 @@ def _show(pack: ProbePack) -> None:
         say(f"it says how its concepts score on ordinary text, by {', '.join(pack.counted)} (rules: z:pack, rank:pack)")
     for entry in _calibrations(pack):
         what = (
-            f"alerts on {entry['aggregator']} of {entry['n_watched']} concepts to {entry['fpr']:g} by {entry['unit']}"
+            f"alerts on {entry['aggregator']} of {counted(entry['n_watched'], 'concept')} to"
+            f" {entry['fpr']:g} by {entry['unit']}"
             if "aggregator" in entry
             else "no alerts"
         )

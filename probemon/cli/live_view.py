@@ -24,6 +24,7 @@ from rich.text import Text
 
 from probemon.cli.terminal import harmless, plain_table, shorten_path
 from probemon.core.aggregate import Doubles
+from probemon.core.counted import counted
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
 from probemon.monitor.summary import nothing_listed, summarise
@@ -129,7 +130,7 @@ class LiveView:
             if read(event):
                 table.add_row(token, Text(harmless(read(event)), style="dim"))
         per_token = self._n_active / max(1, self._n_tokens)
-        foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
+        foot = Text(f"{counted(self._n_tokens, 'token')} scored, {per_token:.0f} probes active a token", style="dim")
         return Panel(
             Group(tail, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim"
         )

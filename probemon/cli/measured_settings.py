@@ -16,6 +16,7 @@ import torch
 
 from probemon.cli.common import told_if_long
 from probemon.cli.terminal import plain_table, say, terminal
+from probemon.core.counted import counted
 from probemon.engine.setting_trials import SettingTrial, try_settings
 from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
@@ -66,7 +67,7 @@ class MeasuredSettings:
 
     def show(self) -> None:
         """Print a line for each trial, and what watching adds."""
-        say("", f"settings, on {self.n_tokens} tokens of {self.text}")
+        say("", f"settings, on {counted(self.n_tokens, 'token')} of {self.text}")
         table = plain_table()
         table.add_column("settings", no_wrap=True)
         for head in ("evaluated a token", "dropped", "µs a step", "found"):

@@ -18,6 +18,7 @@ import typer
 
 from probemon.cli.options import AsJson, OverwritePack, Pack, PackName
 from probemon.cli.terminal import answer, say
+from probemon.core.counted import counted
 from probemon.core.strict_json import RepeatedKey, loads
 from probemon.errors import ConfigError
 
@@ -148,7 +149,10 @@ def _report(outcome: object, stated: dict[str, Any], as_json: bool) -> None:
 
 
 def _say_written(pack: ProbePack, out: str) -> None:
-    say(f"wrote {out}: {pack.name}, {pack.n_probes} probes, {pack.architecture}, {pack.weight_bytes() / 1e6:.1f} MB")
+    say(
+        f"wrote {out}: {pack.name}, {counted(pack.n_probes, 'probe')}, {pack.architecture},"
+        f" {pack.weight_bytes() / 1e6:.1f} MB"
+    )
 
 
 def hierarchy(

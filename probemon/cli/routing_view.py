@@ -19,6 +19,7 @@ from rich.text import Text
 
 from probemon.cli.live_view import printable
 from probemon.cli.terminal import harmless, plain_table
+from probemon.core.counted import counted
 from probemon.telemetry.alerts import Alert
 from probemon.telemetry.decisions import BEM
 from probemon.telemetry.records import RoutingRecord
@@ -216,7 +217,8 @@ def _foot(report: Mapping[str, Any]) -> list[Text]:
         ", ".join(f"{name} {value:.1f}" for name, value in report["latency_us"].items() if value is not None) or "none"
     )
     line = (
-        f"{report['n_tokens']} tokens, {report['n_unseen']} unseen; capture of a decision, us: {times}; memory at most"
+        f"{counted(report['n_tokens'], 'token')}, {report['n_unseen']} unseen; capture of a decision, us:"
+        f" {times}; memory at most"
         f" {report['memory_watermark_bytes'] / 1e6:.0f} MB"
     )
     alerts = [Text(harmless(alert), style="bold red") for alert in report["alerts"]] or [
@@ -224,7 +226,8 @@ def _foot(report: Mapping[str, Any]) -> list[Text]:
     ]
     if report["unjudged"]:  # no alert is no news while nothing could be seen
         needed = ", ".join(
-            f"{kind} ({n} tokens)" for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1])
+            f"{kind} ({counted(n, 'token')})"
+            for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1])
         )
         alerts.append(Text(f"too few tokens that count yet for {needed}", style="yellow"))
     return [Text(line, style="dim"), *alerts]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from probemon.cli.common import load_aloud, open_deployment, pack_for, told_if_long, use_threads
+from probemon.cli.common import load_aloud, make_manager, open_deployment, pack_for, use_threads
 from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
@@ -93,16 +93,13 @@ def serve(
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     with open_socket(host, port) as sock:
         loaded, tokenizer = load_aloud(model, device, dtype)
-        from probemon.manager import DynamicProbeManager
+        from probemon.host.compatibility import check_readable
+        from probemon.host.model import unwrap
         from probemon.serving.app import make_app
         from probemon.serving.served import Served, served_name
 
-        with told_if_long():
-            manager = DynamicProbeManager(opened, device=device, **({} if stated is None else stated.settings))
-        if strict:
-            from probemon.host.compatibility import check_host
-
-            check_host(manager.pack, loaded, strict=True)
+        manager = make_manager(opened, device=device, **({} if stated is None else stated.settings))
+        check_readable(manager.pack, unwrap(loaded), strict=strict)
         token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
         served = Served(served_name(model), loaded, tokenizer, manager, limits, stated)
         app = make_app(served, limits, token=token, hosts=names)

@@ -13,6 +13,7 @@ import typer
 from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
 from probemon.cli.options import AsJson, Device, Dtype, Model, TextField, Threads
 from probemon.cli.terminal import answer, say
+from probemon.core.counted import counted
 from probemon.errors import ConfigError
 
 
@@ -102,9 +103,12 @@ def states(
         )
         return
     say(
-        f"{out}: states of {len(found.document)} tokens of {len(found.store.first)} texts at"
+        f"{out}: states of {counted(len(found.document), 'token')} of {counted(len(found.store.first), 'text')} at"
         f" {', '.join(f'{site} ({width} values each)' for site, width in widths.items())}, in safetensors"
     )
     if found.left_out:
-        say(f"the budget had no room for {found.left_out} tokens more: those that are there were drawn, each as likely")
+        say(
+            f"the budget had no room for {counted(found.left_out, 'token')} more: those that"
+            " are there were drawn, each as likely"
+        )
     say("labels, characters and groups of the tokens in tokens.safetensors, the texts in texts.jsonl")

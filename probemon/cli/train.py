@@ -14,6 +14,7 @@ import typer
 from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
 from probemon.cli.options import AsJson, Device, Dtype, Model, OverwritePack, TextField, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.core.counted import counted
 
 if TYPE_CHECKING:
     from probemon.training import Trained
@@ -189,7 +190,7 @@ def _show(trained: Trained, out: Path, page: Path) -> None:
     from probemon.training.card import verdict, warnings
 
     quality = trained.quality
-    say(f"{out}: {trained.pack.name}, {trained.pack.n_probes} probes; report in {page}")
+    say(f"{out}: {trained.pack.name}, {counted(trained.pack.n_probes, 'probe')}; report in {page}")
     say(verdict(quality).replace("`", ""), *(warning.replace("`", "") for warning in warnings(quality)))
     say(
         "Areas (AUROC) on the test texts, which chose nothing; those by cross-validation above chose among layers."

@@ -18,10 +18,10 @@ from probemon.cli.common import (
     check_fits,
     check_generation,
     load_aloud,
+    make_manager,
     open_deployment,
     pack_for,
     sampling_arguments,
-    told_if_long,
     use_threads,
 )
 from probemon.cli.options import (
@@ -53,6 +53,7 @@ from probemon.cli.options import (
 )
 from probemon.cli.signals import on_interrupt
 from probemon.cli.terminal import answer, terminal
+from probemon.core.counted import counted
 from probemon.core.harmless_text import clip
 
 if TYPE_CHECKING:
@@ -118,28 +119,27 @@ def watch(
     host, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.live_view import LiveView, PlainView, summary
     from probemon.cli.watch_answer import Watched
-    from probemon.manager import DynamicProbeManager
+    from probemon.host.compatibility import check_readable
+    from probemon.host.model import unwrap
 
-    with told_if_long():
-        manager = DynamicProbeManager(opened, device=device, **settings)
+    manager = make_manager(opened, device=device, **settings)
     if stated is not None:
         manager.hold_to(stated)
+    check_readable(manager.pack, unwrap(host), strict=strict)  # before the view says that it is watched
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)
-    title = f"{model} watched by {opened.name}"
+    title, result = f"{model} watched by {opened.name}", None
     view: PlainView | LiveView
     if plain or not console.is_terminal:
         view = PlainView(console, above=above)
-        console.print(f"{title}: {opened.n_probes} probes; prompt: {clip(prompt, _PROMPT_SHOWN)}")
+        console.print(f"{title}: {counted(opened.n_probes, 'probe')}; prompt: {clip(prompt, _PROMPT_SHOWN)}")
     else:
         view = LiveView(console, title=title, above=above)
     _seed(seed)
-    from probemon.host.model import unwrap
     from probemon.telemetry.slot_memories import slot_memories
 
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
     generate["routing"] = bool(slot_memories(unwrap(host)))  # what a memory reads is shown beside the concepts
-    result = None
     with view, on_interrupt(watching.interrupt):
         for event in manager.stream(host, tokenizer, messages, **generate):
             view.show(event)

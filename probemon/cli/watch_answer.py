@@ -17,6 +17,7 @@ from probemon.cli.live_view import printable
 from probemon.cli.watch_rules import Watching
 from probemon.core.aggregate import Doubles, Each, Max
 from probemon.core.baselines import is_of_traffic
+from probemon.core.counted import counted
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
@@ -43,11 +44,12 @@ class Watched:
         lines = self._ending() + self._compared()
         lines += [
             (
-                f"{len(result)} tokens ({int((result.phase == 1).sum())} generated), {result.coverage.n_unseen} unseen"
+                f"{counted(len(result), 'token')} ({int((result.phase == 1).sum())} generated),"
+                f" {result.coverage.n_unseen} unseen"
                 " (the last one generated is never run by the host)"
             ),
             (
-                f"{pack.n_probes} probes, {active:.0f} active and {evaluated:.0f} evaluated a token,"
+                f"{counted(pack.n_probes, 'probe')}, {active:.0f} active and {evaluated:.0f} evaluated a token,"
                 f" {int(result.coverage.dropped.sum())} dropped"
             ),
         ]
@@ -159,7 +161,9 @@ class Watched:
         if self.manager.deployment is not None:
             lines += self._events()
         if self.watching.n_dropped:
-            lines.append(f"{self.watching.n_dropped} tokens are missing in the scores written: they came too fast")
+            lines.append(
+                f"missing in the scores written: {counted(self.watching.n_dropped, 'token')}, which came too fast"
+            )
         return lines
 
     def _events(self) -> list[str]:
@@ -271,7 +275,8 @@ class Watched:
         if self.above is not None and np.isposinf(self.above).any():
             n_shown = int((self.above < np.inf).sum())
             lines.append(
-                f"{n_shown} of {pack.n_probes} concepts are shown: those of --concept, and what is below them."
+                f"{n_shown} of {counted(pack.n_probes, 'concept')} {'is' if n_shown == 1 else 'are'} shown:"
+                " those of --concept, and what is below them."
             )
         if self.above is not None and np.isfinite(self.above).any():
             lines.append("What fires with less than --min-strength is not shown.")

@@ -135,9 +135,9 @@ def _rules_of(pack: AnyPack, text: str, aggregator: Aggregator) -> list[StopRule
             raise
         if value is None:
             pack.find_all(split["concept"])  # if that is unknown, it is said first
-            raise ConfigError(
-                f"--stop-on {text}: {split['value']!r} is no number; give a strength, or above=SCORE"
-            ) from None
+            word, equals, _ = split["value"].partition("=")
+            what = f"{word}= is not known here" if equals else f"{split['value']!r} is no number"
+            raise ConfigError(f"--stop-on {text}: {what}; give a strength, or above=SCORE") from None
         probes, above = pack.find_all(split["concept"]), value if split["above"] else None
         strength = 0.0 if split["above"] else value
     else:
@@ -152,7 +152,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _bar(pack: AnyPack, probe: int, text: str, above: float | None, strength: float, aggregator: Aggregator) -> float:
+def _bar(pack: AnyPack, probe: int, text: str, given: float | None, strength: float, aggregator: Aggregator) -> float:
+    above = given
     if above is None:
         threshold = float(pack.thresholds_for(aggregator)[probe])
         if not 0 < threshold < 1:
@@ -164,10 +165,10 @@ def _bar(pack: AnyPack, probe: int, text: str, above: float | None, strength: fl
         above = score_of_strength(threshold, strength) if strength else threshold
     most = ceiling(with_counts(aggregator, pack, [probe]))
     if not 0 <= above < most:
-        what = "a score" if most == 1 else str(aggregator)
-        raise ConfigError(
-            f"--stop-on {text}: {what} has to exceed {above:g}, so it lies between 0 and less than {most:.6g}"
-        )
+        if given is None:
+            raise ConfigError(f"--stop-on {text}: no score is {strength:g} over its threshold: give a lower strength")
+        what = "score" if most == 1 else f"score on {aggregator}"
+        raise ConfigError(f"--stop-on {text}: above={above:g} is no {what}: give one from 0 to under {most:.6g}")
     return above
 
 

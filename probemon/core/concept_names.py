@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.harmless_text import clip
 from probemon.core.near_names import NearNames
 from probemon.errors import ConfigError, PackCorrupt, UnknownConcept
 
 MOST_NAMED = 100  # concepts that metrics count by name: each is a series of its own
+_MOST = 5  # concepts that an ambiguous name is said to be
+_MOST_CHARS = 120  # of a definition
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
 
 
@@ -75,10 +79,33 @@ class Names:
         probes = self._by_name.get(concept, [])
         if len(probes) == 1:
             return probes[0]
+        if len(several := self._with_suffix(concept)) > 1:
+            raise UnknownConcept(self._choice(concept, several))
         if not probes:
             raise UnknownConcept(f"{self._pack} has no concept {concept!r}{self._near.suggestion(concept)}")
         choices = "; ".join(f"{self._concepts[i]['id']} ({' > '.join(self._path(i))})" for i in probes)
         raise UnknownConcept(f"{len(probes)} concepts are named {concept!r}: give one of the ids: {choices}")
+
+    def _with_suffix(self, wanted: str) -> list[int]:
+        """Return the probes whose name is `wanted` and something in brackets, which tells them from each other."""
+        begin = f"{wanted.casefold()} ("
+        return [
+            probe
+            for probe, texts in enumerate(self._texts)
+            if any(text.casefold().startswith(begin) and text.endswith(")") for text in texts)
+        ]
+
+    def _choice(self, wanted: str, probes: Sequence[int]) -> str:
+        """Return the sentence on a name that is one of several concepts, with what each means."""
+        n = _NUMBERS[len(probes)] if len(probes) < len(_NUMBERS) else f"{len(probes):,}"
+        shown = ", ".join(f"{self._concepts[probe]['name']!r} ({self._meaning(probe)})" for probe in probes[:_MOST])
+        more = "" if len(probes) <= _MOST else f" and {len(probes) - _MOST:,} more"
+        return f"{wanted!r} is {n} concepts of {self._pack}: {shown}{more}: give one of them"
+
+    def _meaning(self, probe: int) -> str:
+        """Return the definition of a concept, where it has one; else where it stands."""
+        definition = self._concepts[probe].get("definition")
+        return clip(definition, _MOST_CHARS) if isinstance(definition, str) else " > ".join(self._path(probe))
 
     def find_all(self, concept: object) -> list[int]:
         """Return the probes, each once, of a name, an id, a number, a list of these, or a pattern.

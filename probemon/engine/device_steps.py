@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.first_sentence import first_sentence
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import largest_values
 from probemon.core.scores import Floats
@@ -163,7 +164,7 @@ class _Buffers:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
+            why = first_sentence(error)
             LOG.warning("the descent could not be captured as a graph (%s): it is launched kernel by kernel", why)
             steps.captures = False
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from probemon.core.probes import is_recurrent
+from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import HostMismatch
 from probemon.host.fingerprint import fingerprint
 from probemon.host.model import find_layers, host_state
@@ -36,23 +36,34 @@ def host_problems(pack: AnyPack, model: Any, *, strict: bool) -> list[str]:
     return [text for one in packs for text in _problems(one, model, strict)]
 
 
-def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
+def check_readable(pack: AnyPack, model: Any, *, strict: bool) -> None:
+    """Raise what `check_host` raises, and warn of nothing: for before a run, which warns then."""
+    if strict:
+        check_host(pack, model, strict=True)
+    for one in pack.packs.values() if isinstance(pack, PackGroup) else [pack]:
+        _check_shapes(one, model)
+
+
+def _check_shapes(pack: ProbePack, model: Any) -> None:
     _, layers = find_layers(model)
     stated = pack.manifest["host"]
     expected, name = pack.architecture.hidden_size, type(model).__name__
+    of = f"{stated['model_id']}, which it was made for" if stated.get("model_id") else "the model that it was made for"
+    remedy = f"use a pack that was made for this model, or load {of}"
     for site in pack.sites:
+        if parse_site(site)[1] >= len(layers):
+            raise HostMismatch(f"{pack.name} reads {site}, {name} has layers 0..{len(layers) - 1}: {remedy}")
         size = site_width(model, site)
         if size != expected:
             what = "hidden states" if not is_recurrent(site) else site
-            raise HostMismatch(
-                f"{pack.name} reads {what} of {expected} values, {name} has {size}: the pack is for"
-                f" {stated.get('model_id')}"
-            )
+            raise HostMismatch(f"{pack.name} reads {what} of {expected} values, {name} has {size}: {remedy}")
     if stated.get("n_layers") not in (None, len(layers)):
-        raise HostMismatch(
-            f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: the pack is for"
-            f" {stated.get('model_id')}"
-        )
+        raise HostMismatch(f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: {remedy}")
+
+
+def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
+    _check_shapes(pack, model)
+    stated, name = pack.manifest["host"], type(model).__name__
     known, now = stated.get("fingerprint"), host_state(model)
     problems = []
     if known is None:
@@ -61,8 +72,8 @@ def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
     elif (actual := fingerprint(model)) != known:
         changed = f", in {now.quantisation}" if now.quantisation else ""
         problems.append(
-            f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others"
-            f" ({actual}{changed}): scores may mean nothing"
+            f"{pack.name} was made for {stated.get('model_id') or 'a model without a name'} ({known}), this model's"
+            f" weights are others ({actual}{changed}): scores may mean nothing"
         )
     if now.adapters != tuple(stated.get("adapters") or ()):
         problems.append(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from probemon.core.first_sentence import first_sentence
 from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import ConfigError
 
@@ -36,15 +37,27 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
 
         model, tokenizer = load_bundled(torch.bfloat16 if dtype == "auto" else kind, say=say)
         return model.to(device), tokenizer
-    only_cached = not Path(name).is_dir() and not _hub_answers(name)
+    has_folder = Path(name).is_dir()
+    only_cached = not has_folder and not _hub_answers(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=only_cached)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, local_files_only=only_cached)
         return model.eval().to(torch.device(device)), tokenizer
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
-        where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {first_line}{_hint(name)}") from error
+        if not has_folder and not _is_cached(name):
+            raise ConfigError(
+                f"{name!r} is neither a folder nor a model {_why_not_fetched(name, only_cached)}"
+            ) from error
+        where = "is a folder" if has_folder else "is in the cache of the hub"
+        raise ConfigError(f"{name!r} {where} and cannot be loaded: {first_sentence(error)}") from error
+
+
+def check_is_no_pack(name: str, remedy: str = "give the folder of a model, a name on the hub, or demo") -> None:
+    """Raise `ConfigError` where the name of a model is that of a probe pack: the two are easily swapped."""
+    from probemon.packs.local import is_pack  # which imports torch
+
+    if is_pack(name) and not (Path(name) / _MARKER).is_file():
+        raise ConfigError(f"{name} is a probe pack, not a model: {remedy}")
 
 
 def slow_number(model: Any) -> str:
@@ -73,6 +86,7 @@ def _check_name(name: str) -> None:
     """Raise `ConfigError` for what can be no model: an empty name, a file, a path to nothing."""
     if not name.strip():
         raise ConfigError("the name of the model is empty: give a folder, a name on the hub, or demo")
+    check_is_no_pack(name)
     if Path(name).is_file():
         raise ConfigError(f"{name} is a file: give the folder of a model")
     if not Path(name).is_dir() and (is_path(name) or ("/" in name and folders_with(Path(name).parent, _MARKER))):
@@ -83,6 +97,28 @@ def _hint(name: str) -> str:
     """Return which models have a name like this one, as the end of a message; "" where none has."""
     near = [] if Path(name).is_dir() else near_folders(name, _MARKER, ["demo"])
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, _MARKER), str)
+    except HFValidationError:
+        return False
+
+
+def _why_not_fetched(name: str, only_cached: bool) -> str:
+    """Return the end of the sentence on a model that is nowhere, with what can be done."""
+    from huggingface_hub import constants
+
+    hint = _hint(name)
+    if not only_cached:
+        return f"on the hub{hint or ': check the name; where it is private, log in by `hf auth login`'}"
+    if constants.is_offline_mode():
+        return f"in the cache, and HF_HUB_OFFLINE forbids to ask the hub{hint or ': unset it, or give a folder'}"
+    return f"in the cache, and the hub cannot be reached{hint or ': check the connection, or give a folder'}"
 
 
 def _hub_answers(name: str) -> bool:

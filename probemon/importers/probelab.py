@@ -65,6 +65,11 @@ def import_files(
 
 def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
     saved = load_plain(path, MAX_BYTES)
+    if not isinstance(saved, dict) or "class" not in saved:
+        raise ImportRefused(
+            f"{path} is no file of probelab, whose save writes 'class' and 'state_dict': probemon import safetensors"
+            " takes any safetensors file, with a mapping"
+        )
     kind = field(saved, "class", str, path)
     if kind not in _SUPPORTED:
         raise ImportRefused(

@@ -25,6 +25,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import RepeatedKey, loads
 from probemon.errors import ImportRefused
 from probemon.importers.pickles import AGAIN, STORAGES, Global, Machine, Storage
@@ -100,7 +101,7 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
     except ImportRefused:
         raise
     except Exception as error:  # a forged file can break anything
-        first = (str(error).splitlines() or [""])[0][:200]
+        first = first_sentence(error, 200)
         raise ImportRefused(f"{path} cannot be read ({type(error).__name__}: {first}): {AGAIN}") from error
 
 

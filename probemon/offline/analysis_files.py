@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from probemon.core.extras import import_arrow
+from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = 
     try:
         return pa.parquet.read_table(path, columns=None if columns is None else list(columns), filters=filters)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"{path} is missing or damaged ({str(error).splitlines()[0]}): make the analysis again"
-        ) from error
+        raise ConfigError(f"{path} is missing or damaged ({first_sentence(error)}): make the analysis again") from error
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.core.checks import check_count
+from probemon.core.counted import counted
 from probemon.core.near_folders import near_folders
 from probemon.errors import ConfigError, SinkFailed
 from probemon.offline.analysis_files import (
@@ -68,7 +69,11 @@ class Analysis:
 
     def __repr__(self) -> str:
         totals, pack = self.manifest.get("totals"), self.manifest["identity"]["pack"]["name"]
-        counts = "not finished" if totals is None else f"{totals['documents']} documents, {totals['tokens']} tokens"
+        counts = (
+            "not finished"
+            if totals is None
+            else f"{counted(totals['documents'], 'document')}, {counted(totals['tokens'], 'token')}"
+        )
         return f"{type(self).__name__}({str(self.directory)!r}, {counts}, pack {pack!r})"
 
     def _repr_html_(self) -> str:

@@ -8,7 +8,8 @@
 - a folder: every file below it in the order of their paths, but for names that begin with a dot; a text file is one
   document, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
 - `.csv` and `.tsv` are refused, and so are arrays of JSON and files that begin as PDF, an archive or a document of an
-  office does: their lines are no documents
+  office does: their lines are no documents. Of YAML, HTML, source and the like a file is one document in a folder, and
+  refused alone; tensors, pickles and pictures are refused by their names
 - `-`: standard input, JSON lines if the first character is `{`, else text
 - names that end in `.gz`: decompressed, to at most 200 times their size (or 64 MiB); so are row groups of parquet files
 - an iterable: of texts, or of dicts with the fields by name, such as a Hugging Face dataset
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO
 
 from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
+from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import loads
 from probemon.errors import ConfigError
 
@@ -41,6 +43,7 @@ _TABLES = (".csv", ".tsv")
 # Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
 _NO_TABLES = "a table in text: write it as .jsonl or .parquet, or name it .txt if its lines are the documents"
 _NO_ARRAYS = "one JSON array: write one object a line (jq -c '.[]' does)"
+_TEXTS = "write its texts as .txt or .jsonl"
 # Lines of these that happen to be valid would be scored, and the others called bad.
 _NO_TEXTS = {
     b"%PDF-": "a PDF",
@@ -53,6 +56,19 @@ _NO_TEXTS = {
     b"BZh91AY&SY": "compressed by bzip2",
     b"PAR1": "parquet, and its name does not end in .parquet",
     b"ARROW1": "an Arrow file",
+}
+# By the ends of names. Those of the first are texts as a whole, but not line by line.
+_OF_LINES = {
+    **dict.fromkeys((".yaml", ".yml"), "YAML"),
+    **dict.fromkeys((".toml", ".ini", ".cfg"), "a file of settings"),
+    **dict.fromkeys((".html", ".htm", ".xml", ".svg"), "a page with markup"),
+    **dict.fromkeys((".py", ".js", ".ts", ".c", ".h", ".cc", ".cpp", ".java", ".go", ".rs", ".sh", ".css"), "source"),
+    ".ipynb": "a notebook",
+}
+_OF_BYTES = {
+    **dict.fromkeys((".safetensors", ".gguf", ".pt", ".pth", ".npy", ".npz", ".onnx"), "a file of tensors"),
+    **dict.fromkeys((".pkl", ".pickle"), "a pickle"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp"), "a picture"),
 }
 Source = str | os.PathLike[str] | Iterable[Any]
 
@@ -172,6 +188,11 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
     refused = _no_documents(path)
     if refused:
         raise ConfigError(f"{path} is {refused}")
+    if what := _OF_LINES.get(_suffix(path)):
+        raise ConfigError(
+            f"{path} is {what}, and of one file each line is a document: write its texts as .jsonl, name it .txt if its"
+            " lines are meant, or give its folder, in which each file is one document"
+        )
     if _kind(path) == "parquet":
         _parquet_columns(path, fields)  # a wrong name is an error before a model is loaded
     try:
@@ -252,6 +273,8 @@ def _no_documents(path: Path) -> str:
     kind = _kind(path)
     if kind in ("table", "parquet"):
         return _NO_TABLES if kind == "table" else ""
+    if what := _OF_BYTES.get(_suffix(path)):
+        return f"{what}, and no text: {_TEXTS}"
     try:
         with _opened(path) as stream:
             begin = stream.read(64)
@@ -260,7 +283,7 @@ def _no_documents(path: Path) -> str:
     if kind == "json":  # of .jsonl a line may be an array, and is a bad one
         return _NO_ARRAYS if _suffix(path) == ".json" and _text_of(begin).startswith(b"[") else ""
     found = next((what for mark, what in _NO_TEXTS.items() if begin.startswith(mark)), "")
-    return found and f"{found}, and no text: write its texts as .txt or .jsonl"
+    return found and f"{found}, and no text: {_TEXTS}"
 
 
 def _text_of(begin: bytes) -> bytes:
@@ -364,7 +387,7 @@ def _parquet_file(path: Path) -> Any:
     try:
         return pa.parquet.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{path} is not a parquet file that can be read: {first_sentence(error)}") from error
 
 
 def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:

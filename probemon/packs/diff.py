@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.core.counted import counted
 from probemon.errors import PackError
 from probemon.packs.copies import some_of
 from probemon.packs.pack import ProbePack, check_pack
@@ -71,7 +72,7 @@ class PackDiff:
             worst = (
                 f", by at most {max(self.changed[concept][kind] for concept in ids):.3g}" if kind == "weights" else ""
             )
-            lines.append(f"{kind} of {len(ids)} concepts differ{worst}: {some_of(ids)}")
+            lines.append(f"{kind} of {counted(len(ids), 'concept')} differ{worst}: {some_of(ids)}")
         return "\n".join([*lines, f"{self.n_same} concepts are alike"])
 
 

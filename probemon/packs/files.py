@@ -76,7 +76,7 @@ def check_target(path: str | Path, overwrite: bool) -> Path:
     overwrite = check_bool("overwrite", overwrite)
     if os.path.lexists(target):
         if not overwrite:
-            raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True, --overwrite)")
+            raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True)")
         check_replaceable(target)
     return target
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from probemon.core.files import sha256, write_text_atomically
+from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs.files import check_target
@@ -258,7 +259,7 @@ def _listed(folder: Path) -> dict[str, Any]:
         raise
     except (ArithmeticError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise PackCorrupt(
-            f"{folder / MANIFEST} is malformed ({type(error).__name__}: {_first_line(error)}): fetch the pack again"
+            f"{folder / MANIFEST} is malformed ({type(error).__name__}: {first_sentence(error)}): fetch the pack again"
         ) from error
     return listed
 
@@ -303,7 +304,7 @@ def _for_hub(pack: OpenedPack) -> tuple[bytes, bytes]:
         return (json.dumps(manifest, ensure_ascii=False, indent=1) + "\n").encode(), card
     except ValueError as error:
         raise PackError(
-            f"{pack.directory / MANIFEST} holds what UTF-8 cannot say ({_first_line(error)}): write the pack anew"
+            f"{pack.directory / MANIFEST} holds what UTF-8 cannot say ({first_sentence(error)}): write the pack anew"
             " without it"
         ) from error
 
@@ -343,8 +344,8 @@ def _card(pack: OpenedPack) -> bytes:
         return str(card).encode()
     except Exception as error:  # whatever YAML an author wrote
         raise PackError(
-            f"{path} cannot be given metadata ({_first_line(error)}): begin it with a heading, or with metadata in YAML"
-            " between two lines of ---"
+            f"{path} cannot be given metadata ({first_sentence(error)}): begin it with a heading, or with metadata in"
+            " YAML between two lines of ---"
         ) from error
 
 
@@ -367,14 +368,14 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 def _explanation(repo: str, revision: str | None, error: Exception) -> str:
     """Say what went wrong with the hub, and what to do."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # an upload in a thread says which file; its cause says why
     log_in = "log in by `hf auth login`, set HF_TOKEN, or pass token="
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.HFValidationError):
-        return f"{repo!r} is neither a folder nor a name on the hub such as 'org/name' ({_first_line(error)})"
+        return f"{repo!r} is neither a folder nor a name on the hub such as 'org/name' ({first_sentence(error)})"
     if isinstance(error, errors.GatedRepoError):
         return f"{repo!r} is gated: ask for access on its page on the hub, then {log_in}"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -385,25 +386,24 @@ def _explanation(repo: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repo!r} has no revision {revision!r}: give a branch, a tag, or the whole hash of a commit"
     if status in (401, 403):
-        return f"the hub refuses {repo!r} ({status}: {_first_line(error)}): {log_in}, with the rights that this needs"
+        return (
+            f"the hub refuses {repo!r} ({status}: {first_sentence(error)}): {log_in}, with the rights that this needs"
+        )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{repo!r} needs the hub, and HF_HUB_OFFLINE is set: unset it"
     if isinstance(error, errors.LocalEntryNotFoundError):
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             what = "" if revision is None else f" at {revision!r}"
+            offline = constants.is_offline_mode()
             return (
-                f"{repo!r}{what} is not a folder, and not whole in the cache, and the hub may not be asked: unset"
-                " HF_HUB_OFFLINE and leave out local_files_only once"
+                f"{repo!r}{what} is not a folder, and not whole in the cache, and the hub may not be asked:"
+                f" {'unset HF_HUB_OFFLINE' if offline else 'leave out local_files_only'} once, or give a folder"
             )
         return (
             f"{repo!r} is not a folder, and not whole in the cache, and the hub cannot be reached"
-            f" ({_first_line(error.__cause__)}): check the connection, and HF_ENDPOINT if it is set"
+            f" ({first_sentence(error.__cause__)}): check the connection, and HF_ENDPOINT if it is set"
         )
     return (
-        f"the hub does not do what was asked with {repo!r} ({type(error).__name__}: {_first_line(error)}): check the"
+        f"the hub does not do what was asked with {repo!r} ({type(error).__name__}: {first_sentence(error)}): check the"
         " connection, and try again"
     )
-
-
-def _first_line(error: BaseException | None) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -16,7 +16,7 @@ from pathlib import Path
 from probemon.core.checks import shown
 from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import PackError
-from probemon.packs.manifest import CONCEPTS
+from probemon.packs.manifest import CONCEPTS, MANIFEST
 
 DEFAULT = "wordnet-smollm2-135m"
 DEMO = "demo"  # the default pack by the name of the model that it was made for
@@ -58,6 +58,14 @@ def find_folder(name: str | os.PathLike[str]) -> Path | None:
             f"no such folder: {name[:300]!r}{hint(name) or '; give a folder, or a name on the hub: org/name'}"
         )
     return None
+
+
+def is_pack(name: str) -> bool:
+    """Whether a name is that of a folder with a pack in it, or of a pack that comes with probemon."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return name in shipped_packs()
+    return (folder / MANIFEST).is_file() and (folder / CONCEPTS).is_file()
 
 
 def hint(name: str) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 from probemon.core.checks import check_bool, check_count, check_path, is_number
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.drift_reference import DriftReference
+from probemon.core.first_sentence import first_sentence
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits, is_recurrent
 from probemon.core.reference import exhaustive_reference
@@ -236,7 +237,7 @@ class OpenedPack:
             raise PackError(f"{directory} cannot be read ({error.strerror}): check its permissions") from error
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             # What a forged file can hold is endless; whatever it breaks is one error that names the pack.
-            first = (str(error).splitlines() or [""])[0][:200]
+            first = first_sentence(error, 200)
             raise PackCorrupt(
                 f"{directory} is malformed ({type(error).__name__}: {first}): fetch the pack again"
             ) from error

@@ -196,7 +196,7 @@ class Dataset:
                     + (
                         f"give {FEWEST_OWN} or more, since what the model wrote does not test it"
                         if helped
-                        else f"give {FEWEST_GROUPS} or more, or {FEWEST_OWN} and let the model write others (generate)"
+                        else f"give {FEWEST_GROUPS} or more, or {FEWEST_OWN} and let the model write more (generate=N)"
                     )
                 )
             self._check_absent(p)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.extras import import_arrow
+from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import loads
 from probemon.core.yaml_text import read_yaml
 from probemon.errors import TrainingError
@@ -112,7 +113,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
         file = arrow.parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
-        raise TrainingError(f"{path.name} is no parquet: {str(error).splitlines()[0]}") from None
+        raise TrainingError(f"{path.name} is no parquet: {first_sentence(error)}") from None
     _check_columns(file.schema_arrow.names, path.name)
     for batch in file.iter_batches(1024):
         try:
@@ -121,7 +122,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
             raise
         except (ValueError, OverflowError) as error:  # a date after the year 9999, an unknown time zone
             raise TrainingError(
-                f"{path.name} holds values that cannot be read ({str(error).splitlines()[0]}): leave such columns out"
+                f"{path.name} holds values that cannot be read ({first_sentence(error)}): leave such columns out"
             ) from None
         yield from rows
 

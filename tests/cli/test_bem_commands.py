@@ -241,7 +241,7 @@ def test_of_a_chat_the_turns_of_the_assistant_count(words):
         (["train", "nowhere", "{rows}", "--out", "{out}", "--set", "sights=1"], "there is no setting 'sights'"),
         (["train", "nowhere", "{rows}", "--out", "{out}", "--form", "film", "--set", "bound"], "--set is 'bound'"),
         (["train", "nowhere", "{bad}", "--out", "{out}"], "line 1 has no answer"),
-        (["train", "nowhere", "{few}", "--out", "{out}"], "there are 1 documents"),
+        (["train", "nowhere", "{few}", "--out", "{out}"], "there is 1 document (texts"),
         (["train", "nowhere", "{rows}", "--out", "{full}"], "is no unfinished training"),
         (["eval", "nowhere", "{full}", "{rows}"], "has no bem.json"),
         (["distil", "nowhere", "{full}", "{rows}", "--out", "{out}", "--labels", "1"], "give --steps too"),

@@ -9,10 +9,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 
 import probemon
+from arrangements import tokenizer
+from conftest import make_model, make_pack
 from probemon.cli import app as cli
+from probemon.cli import shell_words
+from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError
 from probemon.host.loading import load_model
 
@@ -71,6 +77,26 @@ def test_the_package_is_a_command_too():
 
 
 @pytest.mark.parametrize(
+    "module", ["typer", "probemon.cli.app", "probemon.cli.watch", "numpy", "torch", "torch.nn", "transformers"]
+)
+def test_ctrl_c_while_something_is_imported_ends_it_without_a_word(module):
+    program = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # of a job in the background it is ignored
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["probemon", "watch", "demo", "--max-new-tokens", "1"]
+from probemon.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
     ("words", "number", "completed"),
     [
         ("probemon wa", 1, "watch"),
@@ -107,6 +133,70 @@ def test_a_wrong_model_names_what_is_near(monkeypatch, tmp_path, name, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("line", "order"),
+    [
+        ("watch {pack} demo --plain", True),
+        ("watch {pack}", True),
+        ("watch {pack} nowhere", True),
+        ("serve {pack} demo", True),
+        ("doctor {pack} demo", True),
+        ("analyze {pack} demo rows.jsonl --out scores", True),
+        ("analyze {pack} demo rows.jsonl --out scores --ray 2", True),
+        ("train {pack} rows.jsonl --exclusive --out new", False),
+        ("states {pack} rows.jsonl --sites resid_post.1 --out new", False),
+        ("calibrate demo --model {pack} --benign rows.jsonl --fpr 0.1", False),
+        ("routing {pack}", False),
+    ],
+)
+@pytest.mark.parametrize("pack", [str(ROOT / "probes" / "wordnet-smollm2-135m"), "wordnet-smollm2-135m"])
+def test_a_pack_in_the_place_of_a_model_is_called_a_pack(monkeypatch, capsys, tmp_path, line, order, pack):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"text": f"Text {i} of {word}.", "labels": ["a"] * (i % 2)} for i in range(40) for word in ("whales", "ships")
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out, error = run(monkeypatch, capsys, *line.format(pack=pack).split())
+    remedy = (
+        "give the model first, then the pack" if order else "give the folder of a model, a name on the hub, or demo"
+    )
+    assert (code, out) == (2, "")
+    assert error.splitlines()[-1] == f"probemon: {pack} is a probe pack, not a model: {remedy}"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_a_whole_sentence(tmp_path):
+    make_model().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="is a folder and cannot be loaded: ") as caught:
+        load_model(str(tmp_path / "bare"), "cpu", print)
+    assert "\n" not in str(caught.value) and not str(caught.value).endswith((":", ",", "("))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "No tokenizer from one of: \n(1) a file, \n(2) a class. \nInstall it.",
+            "No tokenizer from one of: (1) a file, (2) a class",
+        ),
+        ("It failed. Try again.\nA trace", "It failed. Try again"),
+        ("\n  Nothing of:", "Nothing of"),
+        ("", "OSError"),
+        ("a" * 400, "a" * 299 + "…"),
+    ],
+)
+def test_an_error_of_somebody_else_is_not_cut_off_at_a_colon(text, sentence):
+    assert first_sentence(OSError(text)) == sentence
+
+
+def test_a_model_that_cannot_be_fetched_is_said_with_a_remedy(monkeypatch):
+    with pytest.raises(ConfigError) as caught:  # the tests run offline
+        load_model("org/nope", "cpu", print)
+    assert str(caught.value) == (
+        "'org/nope' is neither a folder nor a model in the cache, and HF_HUB_OFFLINE forbids to ask the hub: unset it,"
+        " or give a folder"
+    )
+
+
 def test_a_hub_that_does_not_answer_is_asked_once():
     """huggingface_hub alone asks it for 48 seconds."""
     closed = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -117,6 +207,42 @@ def test_a_hub_that_does_not_answer_is_asked_once():
     assert time.monotonic() - begin < 20
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert "'dmo' is neither a folder nor a model" in done.stderr and "did you mean 'demo'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("find whale", "No such command 'find': did you mean 'probemon concepts'?"),
+        ("compare a b", "No such command 'compare': did you mean 'probemon diff'?"),
+        ("evaluate demo", "No such command 'evaluate': did you mean 'probemon analyze'?"),
+        ("pack find", "No such command 'find'. (see probemon pack --help)"),
+        ("quantize demo --out small", "OUT is the second argument: probemon quantize PACK OUT"),
+        ("inspect demo --out small", "(see probemon inspect --help)"),
+        ("quantize demo probes", "probes exists: choose another path, or overwrite it (--overwrite)"),
+        (
+            "import probelab w.safetensors new --site resid_post.1 --normalize none",
+            "w.safetensors is no file of probelab, whose save writes 'class' and 'state_dict': probemon import"
+            " safetensors takes any safetensors file, with a mapping",
+        ),
+        ("train demo one.jsonl --exclusive --out new", "let the model write more (--generate N)"),
+    ],
+)
+def test_what_was_meant_is_said_in_words_of_the_shell(monkeypatch, capsys, tmp_path, line, end):
+    monkeypatch.chdir(tmp_path)
+    save_file({"w": torch.zeros(3)}, "w.safetensors")
+    Path("probes").mkdir()
+    Path("one.jsonl").write_text(
+        "".join(f'{{"text": "Text {i}.", "labels": {["a"] * (i == 1)}}}\n' for i in range(9)).replace("'", '"')
+    )
+    if line.startswith("train"):
+        monkeypatch.setattr("probemon.cli.train.load_aloud", lambda *_, **__: (make_model(), tokenizer()))
+    code, out, error = run(monkeypatch, capsys, *line.split())
+    assert (code, out, error.count("\n")) == (2, "", 1) and error.endswith(f"{end}\n")
+
+
+@pytest.mark.parametrize("command", sorted(set(shell_words._COMMANDS.values())))
+def test_commands_that_are_suggested_are_there(command):
+    assert command in COMMANDS.commands and not set(shell_words._COMMANDS) & set(COMMANDS.commands)
 
 
 # -- packs -----------------------------------------------------------------------------------------
@@ -150,6 +276,16 @@ def test_the_shipped_pack_is_there_from_any_folder(monkeypatch, capsys, tmp_path
     assert (code, error) == (0, "") and json.loads(out)["name"] == "wordnet-smollm2-135m"
 
 
+@pytest.mark.parametrize(("n", "probes"), [(1, "1 probe,"), (2, "2 probes,")])
+def test_one_is_counted_as_one_and_a_licence_is_called_one(monkeypatch, capsys, tmp_path, n, probes):
+    make_pack(tmp_path / "few", make_model(), n=n, licence="not stated")
+    code, out, error = run(monkeypatch, capsys, "inspect", str(tmp_path / "few"))
+    assert (code, error) == (0, "") and f"random  {probes} " in out
+    assert "read at resid_post.1; licence: not stated\n" in out
+    code, out, _ = run(monkeypatch, capsys, "concepts", str(tmp_path / "few"))
+    assert code == 0 and f"{n} of {n} concept{'s' * (n > 1)}," in out
+
+
 def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, capsys, "quantize", "demo", "small")[0] == 0
@@ -168,6 +304,9 @@ def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
     [
         ("analyze nowhere probes demo.jsonl --out new", "no such folder: 'probes'"),
         ("analyze nowhere demo missing.jsonl --out new", "missing.jsonl is neither a file nor a folder"),
+        ("analyze nowhere demo empty.txt --out new", "empty.txt has no documents: there is nothing to score\n"),
+        ("analyze nowhere demo a.yaml --out new", "a.yaml is YAML, and of one file each line is a document: write its"),
+        ("analyze nowhere demo a.pt --out new", "a.pt is a file of tensors, and no text: write its texts as .txt or "),
         ("analyze nowhere demo demo.jsonl --out new --floor 2", "floor is 2.0"),
         ("analyze nowhere demo demo.jsonl --out demo.jsonl", "demo.jsonl exists and holds no analysis"),
         ("analyze nowhere demo demo.jsonl --out full", "full exists and holds no analysis"),
@@ -194,6 +333,9 @@ def test_inputs_are_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_pa
     """Each of these names a model that is not there, too; its absence would be said if it were looked for first."""
     monkeypatch.chdir(tmp_path)
     Path("demo.jsonl").write_text('{"text": "Whales swim."}\n')
+    Path("empty.txt").write_text("\n \n")
+    for name in ("a.yaml", "a.pt"):
+        Path(name).write_text("- whales\n- ships\n")
     Path("named.jsonl").write_text('{"text": "Whales swim.", "concepts": ["nohting"]}\n')
     for file in ("full/something", "scores/documents.parquet"):
         Path(file).parent.mkdir()

@@ -149,6 +149,29 @@ def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_pat
     assert shown == [(one["token"], str(one["position"])) for (one,) in read if one["token_id"] >= 0]
 
 
+@pytest.mark.parametrize(
+    ("site", "told"),
+    [
+        ("resid_post.1", "reads hidden states of 16 values, LlamaForCausalLM has 576"),
+        ("resid_post.33", "reads resid_post.33, LlamaForCausalLM has layers 0..29"),
+    ],
+)
+@pytest.mark.parametrize("model_id", [None, "org/other"])
+def test_a_pack_of_another_model_is_refused_before_anything_is_shown(
+    demo, tmp_path, monkeypatch, capsys, site, told, model_id
+):
+    host = {} if model_id is None else {"model_id": model_id}
+    name = make_pack(tmp_path / "pack", make_model(), sites=(site,), host=host).name
+    monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: demo)
+    monkeypatch.setattr(sys, "argv", ["probemon", "watch", "demo", str(tmp_path / "pack"), "--plain"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, error = capsys.readouterr()
+    of = "the model that it was made for" if model_id is None else "org/other, which it was made for"
+    assert (ended.value.code, out) == (2, "")
+    assert error == f"probemon: {name} {told}: use a pack that was made for this model, or load {of}\n"
+
+
 def test_a_seed_gives_the_same_text_twice_and_another_one_another(watch):
     arguments = ("--max-new-tokens", 12, "--sample", "--temperature", 1.3, "--top-p", 0.95)
     first, again, other = (watch(*arguments, "--seed", seed)[1]["text"] for seed in (7, 7, 8))
@@ -365,15 +388,21 @@ def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch
         (["--min-strength", "nan"], "--min-strength is nan: give 0 or more"),
         (["--concept", "whael"], "did you mean 'whale'?"),
         (["--concept", "automobile"], "the nearest in meaning is 'car'"),
+        (["--stop-on", "region"], "'region' is two concepts of wordnet-smollm2-135m: 'region (region.n.01)' (the ext"),
+        (["--stop-on", "region:2"], "'region (region.n.03)' (a large indefinite location on the surface of the Earth)"),
         (["--stop-on", "whael"], "no concept 'whael', did you mean 'whale'?"),
         (["--stop-on", "whael:2"], "no concept 'whael', did you mean 'whale'?"),
-        (["--stop-on", "whale:above=1"], "--stop-on whale:above=1: a score has to exceed 1"),
-        (["--stop-on", "whale:above=134", "--aggregate", "z:last:16"], "so it lies between 0 and less than 133.084"),
+        (["--stop-on", "whale:above=1"], "--stop-on whale:above=1: above=1 is no score: give one from 0 to under 1\n"),
+        (
+            ["--stop-on", "whale:above=134", "--aggregate", "z:last:16"],
+            "above=134 is no score on z:last:16: give one from 0 to under 133.084",
+        ),
         (["--stop-on", "whale:above=high"], "--stop-on whale:above=high: 'high' is no number"),
         (["--stop-on", "whale:abc"], "--stop-on whale:abc: 'abc' is no number; give a strength, or above=SCORE"),
         (["--stop-on", "whael:abc"], "no concept 'whael', did you mean 'whale'?"),
         (["--prompt", "whale " * 9000], "tokens, and the model reads at most 8,192: shorten it"),
-        (["--stop-on", "whale:nan"], "a score has to exceed nan"),
+        (["--stop-on", "whale:nan"], "no score is nan over its threshold: give a lower strength"),
+        (["--stop-on", "whale:over=2"], "--stop-on whale:over=2: over= is not known here; give a strength, or above="),
         (["--out", "README.md"], "--out README.md exists: give another name"),
         (["--out", "nowhere/scores.jsonl"], "nowhere is not a folder"),
         (["--deployment", "examples/watch.yaml"], "PACK is for the deployment file to say"),

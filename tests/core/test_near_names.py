@@ -80,6 +80,22 @@ def test_finding_says_it_for_names_and_for_patterns():
         names.find_all(re.compile("dolphin"))
 
 
+@pytest.mark.parametrize("n", [2, 5, 6])
+def test_a_name_that_is_several_but_for_brackets_lists_five_with_what_they_mean(n):
+    concepts = [{"id": f"bank.{i}", "name": f"bank (n{i})", "definition": f"meaning {i}"} for i in range(n)]
+    concepts[1] |= {"definition": 7}
+    others = [{"id": "banks", "name": "banks (x)"}, {"id": "riverbank", "name": "bank of (a) river"}]
+    names = Names("toy", [*concepts, *others], lambda probe: ["top", f"bank (n{probe})"])
+    with pytest.raises(UnknownConcept) as caught:
+        names.find("bank")
+    listed = [f"'bank (n{i})' ({'top > bank (n1)' if i == 1 else f'meaning {i}'})" for i in range(min(n, 5))]
+    number, more = {2: ("two", ""), 5: ("five", ""), 6: ("six", " and 1 more")}[n]
+    assert str(caught.value) == f"'bank' is {number} concepts of toy: {', '.join(listed)}{more}: give one of them"
+    assert names.find("bank (n1)") == 1
+    with pytest.raises(UnknownConcept, match="did you mean 'bank \\(n0\\)'"):
+        Names("toy", concepts[:1], lambda probe: ["top"]).find("bank")
+
+
 def test_shipped_pack_and_a_group_lead_from_a_synonym_to_the_concept():
     pack = ProbePack.open("probes/wordnet-smollm2-135m")
     with pytest.raises(UnknownConcept, match=r"the nearest in meaning is 'car' \(.* > vehicle > car\)$"):

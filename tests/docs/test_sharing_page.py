@@ -52,7 +52,7 @@ def test_every_example_runs_and_makes_what_the_page_says(tmp_path, monkeypatch, 
     )
     said = capsys.readouterr().out
     assert (
-        "name of 1 concepts differ: vehicle.n.01" in said
+        "name of 1 concept differ: vehicle.n.01" in said
         and "1 names have no probe" in said
         and "vehicle" in said
         and "no group of probes would save anything" in said

@@ -169,7 +169,8 @@ def test_strict_refuses_a_pack_that_names_no_host(model, tmp_path):
 def test_site_the_host_lacks_leaves_no_hook(model, tmp_path):
     before = n_hooks(model)
     beyond = make_pack(tmp_path / "p", model, sites=("resid_post.0", "resid_post.7"))
-    with pytest.raises(ConfigError, match=r"resid_post\.7"):
+    told = r"reads resid_post\.7, LlamaForCausalLM has layers 0\.\.2: use a pack that was made for this model, or load "
+    with pytest.raises(HostMismatch, match=told):
         DynamicProbeManager(beyond).attach(model)
     assert n_hooks(model) == before
 

@@ -65,14 +65,14 @@ def test_a_folder_is_every_file_in_order(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "three"}\n', encoding="utf-8")
     (tmp_path / "d.parquet").write_bytes(b"broken")
     (tmp_path / ".hidden").write_text("no", encoding="utf-8")
-    (tmp_path / "e.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "e.dat").write_bytes(b"\x89PNG\xff")
     found = told(tmp_path)
     assert [(i, name, text) for i, name, text, _ in found] == [
         (0, "a.md", "two"),
         (1, "b/one.txt", "line\nline"),
         (2, "c.jsonl:1", "three"),
         (3, "d.parquet", ""),
-        (4, "e.png", ""),
+        (4, "e.dat", ""),
     ]
     assert "not a parquet file" in found[3][3] and found[4][3].startswith("not UTF-8 (byte 0")
     assert count_documents(tmp_path) == 5
@@ -259,6 +259,24 @@ def test_letters_with_a_nul_behind_each_are_no_text(tmp_path):
         for _, _, text, reason in told(tmp_path / "a.txt")
     )
     assert told(tmp_path)[0][3].startswith("not a text")
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".YML", ".html", ".py", ".ipynb", ".toml"])
+def test_what_is_no_text_line_by_line_is_one_document_of_a_folder_and_refused_alone(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").write_text("one\ntwo\n")
+    with pytest.raises(ConfigError, match="each line is a document: write its texts"):
+        read_documents(tmp_path / f"a{suffix}")
+    (document,) = read_documents(tmp_path)
+    assert (document.text, document.reason) == ("one\ntwo\n", "")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npy", ".pkl", ".png"])
+def test_tensors_pickles_and_pictures_are_no_text_anywhere(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").write_text("one\ntwo\n")
+    with pytest.raises(ConfigError, match="and no text: write its texts"):
+        read_documents(tmp_path / f"a{suffix}")
+    (document,) = read_documents(tmp_path)
+    assert document.text == "" and document.reason.endswith("and no text: write its texts as .txt or .jsonl")
 
 
 def test_a_suffix_may_be_in_capitals(tmp_path):

@@ -440,7 +440,7 @@ def test_a_difference_names_every_concept_that_differs(tmp_path):
     text = str(found)
     assert (
         "only in a: a-5" in text
-        and "weights of 1 concepts differ, by at most 0.25: a-3" in text
+        and "weights of 1 concept differ, by at most 0.25: a-3" in text
         and "licence: 'CC0-1.0' in a, 'MIT' in b" in text
     )
 

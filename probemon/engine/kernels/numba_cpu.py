@@ -17,18 +17,28 @@ from torch import Tensor
 from probemon.core.inputs import check_lists, check_range
 from probemon.core.softmax_groups import Floats, Ints
 from probemon.engine.kernels.numba_compiled import Array, ranges, score_pairs, softmax_segments
+from probemon.engine.kernels.numba_products import products_of
 
 
 def views_of(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """View stacked weights as compiled code reads them: int8, fp32, or bits of bf16. The tensors must stay alive."""
+    """View stacked weights as compiled code reads them: their bytes, fp32 scales and biases, and the addresses of
+    products with states and of products with what comes of those. The tensors must stay alive.
+    """
     _, h1, d = weights["w1"].shape
     h2 = weights["w2"].shape[1] if "w2" in weights else 0
-    w1, no_bias = _bits(weights["w1"]), np.empty(0, np.float32)
+    nothing, no_bias = np.empty(0, np.uint8), np.empty(0, np.float32)
     layers: list[Any] = []
     for i in (1, 2, 3):
-        for name, none in ((f"w{i}", w1[:0]), (f"w{i}_scale", no_bias), (f"b{i}", no_bias)):
-            layers.append(w1 if name == "w1" else _bits(weights[name]) if name in weights else none)
-    return (*layers, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights))
+        layers.append(_bytes(weights[f"w{i}"]) if f"w{i}" in weights else nothing)
+        layers.extend(_bits(weights[name]) if name in weights else no_bias for name in (f"w{i}_scale", f"b{i}"))
+    kind = _bits(weights["w1"][:0]).dtype.type
+    products = products_of(kind, _read_with(kind)), products_of(kind, np.float32) if "w3" in weights else 0
+    return (*layers, products, kind().itemsize, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights))
+
+
+def _read_with(kind: Any) -> Any:
+    """Return what states are beside such weights: bits of bf16 beside bits of bf16, else fp32."""
+    return np.uint16 if kind is np.uint16 else np.float32
 
 
 def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
@@ -55,8 +65,7 @@ def _by_slot(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots:
     if len(slot):
         check_range("rows", least_row, most_row, len(hidden))
         check_range("slots", least_slot, most_slot, len(weights["w1"]))
-    is_bf16 = hidden.dtype == weights["w1"].dtype == torch.bfloat16
-    x = _bits(hidden if is_bf16 else hidden.to(torch.float32))
+    x = _bytes(hidden.to(torch.bfloat16 if weights["w1"].dtype == torch.bfloat16 else torch.float32))
     out = np.empty(len(slot), dtype=np.float32)
     if rises:  # nothing to sort
         score_pairs(net, x, row, slot, as_logits, out)
@@ -73,3 +82,8 @@ def _bits(tensor: Tensor) -> Array:
     if tensor.dtype != torch.bfloat16:
         return np.ascontiguousarray(tensor.detach().numpy()).reshape(-1)
     return np.ascontiguousarray(tensor.detach().contiguous().view(torch.int16).numpy()).reshape(-1).view(np.uint16)
+
+
+def _bytes(tensor: Tensor) -> Array:
+    """View the bytes of a tensor, in one dimension."""
+    return _bits(tensor).view(np.uint8)

@@ -141,10 +141,10 @@ class CompiledNet:
         `start`: the probes that are always active.
         `everything`: whether all probes are scored at once, and the scores searched.
         """
-        shape, width = (n_states, len(input_of)), self._net[9]
+        shape, width = (n_states, len(input_of)), self._net[11]
         check_states(hidden, width)
         x = (hidden if hidden.dtype == torch.float32 else hidden.to(torch.float32)).numpy()
-        n_slots = len(self._net[0]) // (width * self._net[10])
+        n_slots = len(self._net[0]) // (self._net[10] * width * self._net[12])
         if (
             hidden.shape[0] < n_inputs * n_states
             or shape[1] > n_slots

@@ -54,14 +54,12 @@ class HostMarks:
         on it. All else that a state says comes with other modules or parameters.
         """
         last, roots = self._last, [self._model, *_beside(self._model)]
-        if last is not None and last[0].same(roots):
-            members, mark = last
-            writes = hash(tuple(write_marks(members.parameters)))
-            if mark.writes == writes and not mark.tuners:
-                return mark
-        else:
-            members = Members(roots)
-            writes = hash(tuple(write_marks(members.parameters)))
+        if last is not None and not last[0].same(roots):
+            last = None
+        members = Members(roots) if last is None else last[0]
+        writes = hash(tuple(write_marks(members.parameters)))
+        if last is not None and last[1].writes == writes and not last[1].tuners:
+            return last[1]
         tuners = tuple(module for module in members.modules if switches_adapters(module))
         mark = HostMark(host_state(self._model), writes, tuners, adapter_switches(tuners))
         self._last = members, mark

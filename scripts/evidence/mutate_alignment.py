@@ -704,20 +704,20 @@ MUTATIONS = [
     ),
     (
         "host/changes.py",
-        "if mark.writes == writes and not mark.tuners:",
-        "if mark.writes == writes:",
+        "if last is not None and last[1].writes == writes and not last[1].tuners:",
+        "if last is not None and last[1].writes == writes:",
         "adapters that were switched are those of before",
     ),
     (
         "host/changes.py",
-        "if mark.writes == writes and not mark.tuners:",
-        "if not mark.tuners:",
+        "if last is not None and last[1].writes == writes and not last[1].tuners:",
+        "if last is not None and not last[1].tuners:",
         "weights that were written to are those of before",
     ),
     (
         "host/changes.py",
-        "if last is not None and last[0].same(roots):",
-        "if last is not None:",
+        "if last is not None and not last[0].same(roots):",
+        "if last is not None and False:",
         "weights that others took the place of are those of before",
     ),
 ]

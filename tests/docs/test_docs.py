@@ -372,6 +372,16 @@ def test_false_alarms_of_routing_are_what_was_counted():
     assert found["steps"] >= 100_000
 
 
+def test_foretold_codes_buy_as_little_as_is_said():
+    found, page = result("bem_schedules.json")["speculation"], page_of("docs/bem.md")
+    took = found["milliseconds_a_step"]
+    assert f"{found['n_hits']} of {found['n_predicted']} codes came true" in page and found["same_text"]
+    assert (
+        f"{took['plain']:.1f} ms of processor time took {took['foretold']:.1f} ms, of which limits take"
+        f" {found['milliseconds_of_limits']:.1f} ms at the most"
+    ) in page
+
+
 def test_kept_code_buffers_gain_as_little_as_is_said():
     rows, page = result("code_buffers.json")["rows"], page_of("docs/decisions.md")
     assert all(abs(row["new_us"] - row["kept_us"]) < 0.01 * row["governance_us"] for row in rows)

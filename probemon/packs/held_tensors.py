@@ -68,14 +68,21 @@ class HeldTensors:
         copies = {}
         for name in names:
             like = self.described[name]
-            row_bytes = math.prod(like.shape[1:]) * like.element_size()
             begin, end = (0, len(like)) if first is None or stop is None else (first, stop)
-            raw = np.empty((end - begin) * row_bytes, dtype=np.uint8)
-            self.file.read_into(raw, self._offsets[name] + begin * row_bytes)
+            raw = np.empty((end - begin) * _row_bytes(like), dtype=np.uint8)
+            self.file.read_into(raw, self._offsets[name] + begin * _row_bytes(like))
             copies[name] = _as_tensor(raw, like.dtype, (end - begin, *like.shape[1:]))
         # what was read was there before anybody wrote: the time of a write is set before its bytes are
         self.file.check()
         return copies
+
+    def read_soon(self, names: Iterable[str], runs: Iterable[tuple[int, int]]) -> None:
+        """Tell the kernel of rows that will be read, each run from its first to before its last."""
+        large = [name for name in names if _row_bytes(self.described[name]) >= mmap.PAGESIZE]
+        for first, stop in runs:
+            for name in large:
+                row_bytes = _row_bytes(self.described[name])
+                self.file.read_soon(self._offsets[name] + first * row_bytes, (stop - first) * row_bytes)
 
     def all(self) -> dict[str, Tensor]:
         """Return every tensor, the same each time. Raises `PackChanged`, and `PackCorrupt` where what is read into
@@ -126,6 +133,10 @@ class HeldTensors:
             name: _as_tensor(raw[self._offsets[name] : ends[name]], like.dtype, tuple(like.shape))
             for name, like in self.described.items()
         }
+
+
+def _row_bytes(like: Tensor) -> int:
+    return math.prod(like.shape[1:]) * like.element_size()
 
 
 def _as_tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -330,6 +330,11 @@ class OpenedPack:
             return {name: tensor[first:stop].clone() for name, tensor in self._weights.items()}
         return self._tensors.read_rows(self._parameters, first, stop)
 
+    def read_soon(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Have the disk look for weights of several runs of probes at once, before `read_rows` asks for one by one."""
+        if not self.in_memory:
+            self._tensors.read_soon(self._parameters, runs)
+
     def blocks(self, probes: np.ndarray | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield where each block of `probes` (all) begins, and copies of their weights. Raises `PackChanged`."""
         wanted = torch.from_numpy(np.arange(self.n_probes) if probes is None else probes)

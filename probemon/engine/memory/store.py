@@ -53,8 +53,9 @@ class PackSource:
         order = np.argsort(at)
         runs = np.split(order, np.flatnonzero(np.diff(at[order]) != 1) + 1) if len(at) else []
         states: dict[int, StateDict] = {}
-        for run in runs:
-            first, last = int(at[run[0]]), int(at[run[-1]]) + 1
+        bounds = [(int(at[run[0]]), int(at[run[-1]]) + 1) for run in runs]
+        self._pack.read_soon(bounds)
+        for run, (first, last) in zip(runs, bounds, strict=True):
             stacked = self._pack.read_rows(first, last)
             try:
                 self._pack.check_rows(stacked, first)

@@ -245,6 +245,7 @@ def _show(analysis: Analysis) -> None:
     say(
         f"{counted(p, 'probe')}, {totals['active'] / seen:.0f} active and"
         f" {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped"
+        + (f", {totals['excluded'] / seen:.0f} excluded" if totals.get("excluded") else "")
     )
     if caution := unlike(totals.get("far", 0), totals["tokens"] - totals["unseen"]):
         say(f"caution: {caution}")

@@ -27,7 +27,7 @@ from probemon.core.aggregate import Doubles
 from probemon.core.counted import counted
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
-from probemon.monitor.summary import nothing_listed, summarise
+from probemon.monitor.summary import lower_thresholds, nothing_listed, summarise
 
 _COLOURS = (
     "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",
@@ -205,6 +205,8 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, a
         about = Text("    ")
         for concept in sentence.concepts:
             about.append(", " if len(about) > 4 else "").append(harmless(concept.name), style=style(concept))
+        if sentence.n_more:
+            about.append(f" and {sentence.n_more} more", style="dim")
         if sentence.concepts:
             console.print(about, soft_wrap=True)
     table = plain_table(title="in the whole answer", title_justify="left")
@@ -232,5 +234,6 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, a
         for concept in [concept for concept in strongest if shown[concept.probe]][: k + 2]:
             best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
         console.print(best)
-    for line in [*([summed.unlike] if summed.unlike else []), *lines]:
+    lower = [lower_thresholds(summed)] if summed.n_lower else []
+    for line in [*([summed.unlike] if summed.unlike else []), *lines, *lower]:
         console.print(Text(harmless(line)), soft_wrap=True)

@@ -51,6 +51,7 @@ class Watched:
             (
                 f"{counted(pack.n_probes, 'probe')}, {active:.0f} active and {evaluated:.0f} evaluated a token,"
                 f" {int(result.coverage.dropped.sum())} dropped"
+                + (f", {excluded:.0f} excluded" if (excluded := self._excluded()) else "")
             ),
         ]
         health = self.watching.health
@@ -106,6 +107,11 @@ class Watched:
         cover = self.result.coverage
         return float(cover.evaluated[cover.seen].mean()), float(cover.active[cover.seen].mean())
 
+    def _excluded(self) -> float:
+        """How many probes were excluded, in the mean over the tokens seen."""
+        cover = self.result.coverage
+        return float(cover.excluded[cover.seen].mean()) if cover.seen.any() else 0.0
+
     def _reading(self, token: int) -> list[dict[str, Any]]:
         """Return what each memory read most at a token; its weight is None where JSON has no number for it."""
         readings = self.result.reading(token)
@@ -119,7 +125,7 @@ class Watched:
         return sorted(concepts, key=lambda concept: (-concept.strength, concept.probe))
 
     def _summary(self) -> dict[str, Any]:
-        summed = summarise(self.result, above=self.above)
+        summed = summarise(self.result, k=self.manager.pack.n_probes, above=self.above)
         ends = np.cumsum([len(sentence.text) for sentence in summed.sentences]).tolist()
         return {
             "thresholds": summed.thresholds,

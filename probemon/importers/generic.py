@@ -119,8 +119,8 @@ def import_safetensors(
 
     In the mapping, `row` takes one row of a weight and bias that hold several probes, a missing bias is 0, and
     `standardize` names tensors `[D]`: the probes read `(state - mean) / scale`. The arguments `site`, `normalize` and
-    `about` (as in `import_weights`) override the mapping, which must give `site` and `normalize` where they do not.
-    Raises `ImportRefused`, `UnknownSetting`.
+    `about` (as in `import_weights`) override the mapping's own, which must give `site` and `normalize` where they do
+    not; a probe's own `site` stands. Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_safetensors, about, normalize="none" if normalize is None else normalize)
     path = as_path(path, "the safetensors file")

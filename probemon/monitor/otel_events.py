@@ -36,7 +36,7 @@ LOG = logging.getLogger("probemon")
 EVENT = "gen_ai.evaluation.result"
 FIRED, NOT_FIRED, UNSEEN = LABELS = ("fired", "not_fired", "unseen")
 NOT_FINITE, ALIGNMENT_GAP, NOT_SCORED = UNSEEN_ERRORS = ("not_finite", "alignment_gap", "not_scored")
-_COVERAGE = ("active", "dropped", "not_reached", "evaluated")
+_COVERAGE = ("active", "dropped", "not_reached", "evaluated", "excluded", "shed")
 _MOST_NAMED = 100  # concepts in one attribute
 
 

@@ -59,8 +59,11 @@ class ConceptScore:
 
 
 def describe(pack: AnyPack, probe: int, score: float, threshold: float | None = None, **where: Any) -> ConceptScore:
-    """Describe a probe and its score in words. `threshold`: what it had to exceed, by default its alert threshold."""
-    concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe]) if threshold is None else threshold
+    """Describe a probe and its score in words. `threshold`: what it had to exceed, by default its alert threshold. Of a
+    lower one nobody knows how often it is right.
+    """
+    concept, alert = pack.concepts[probe], float(pack.alert_threshold[probe])
+    threshold = alert if threshold is None else threshold
     return ConceptScore(
         concept=concept["id"],
         name=concept["name"],
@@ -71,7 +74,7 @@ def describe(pack: AnyPack, probe: int, score: float, threshold: float | None = 
         strength=float(_strength(np.float32(score), np.float32(threshold))),
         fired=score > threshold,
         probe=probe,
-        precision=pack.precision(probe),
+        precision=pack.precision(probe) if threshold >= alert else math.nan,
         **where,
     )
 

@@ -16,7 +16,7 @@ from probemon.core.harmless_text import clip
 from probemon.core.scores import GENERATED, PHASES, unlike
 from probemon.core.static_html import Colours, element, fragment, path_of, size_of, table
 from probemon.monitor.result import ConceptScore, Result, ranked, without_thresholds
-from probemon.monitor.summary import Stretch, nothing_listed, summarise
+from probemon.monitor.summary import Stretch, lower_thresholds, nothing_listed, summarise
 from probemon.monitor.token_html import token_span
 
 _TEXT_BYTES = 150_000  # of all rows together
@@ -128,15 +128,16 @@ def _summary(result: Result, row: int, most: int) -> Iterator[Element]:
         yield element("p", nothing_listed(summary.answer, whole), kind="dim")
         return
     heads = [f"in {whole}, the strongest first", "strongest at", "right", "strength"]
-    yield element("p", _WORDS, kind="dim")
+    yield element("p", " ".join([_WORDS, *([lower_thresholds(summary)] if summary.n_lower else [])]), kind="dim")
     yield table(heads, [_line(concept) for concept in summary.answer.concepts[:_MOST_CONCEPTS]], numbers=(2, 3))
     if len(summary.answer.concepts) > _MOST_CONCEPTS:
         yield element("p", f"and {len(summary.answer.concepts) - _MOST_CONCEPTS:,} more concepts", kind="dim")
 
 
 def _sentence(sentence: Stretch) -> tuple[Element, str | Element]:
-    names = [clip(concept.name, 60) for concept in sentence.concepts]
-    return element("bdi", clip(" ".join(sentence.text.split()), 300)), ", ".join(names)
+    names = ", ".join(clip(concept.name, 60) for concept in sentence.concepts)
+    more = f" and {sentence.n_more:,} more" if sentence.n_more else ""
+    return element("bdi", clip(" ".join(sentence.text.split()), 300)), names + more
 
 
 def _line(concept: ConceptScore) -> tuple[Element, Element, str, str]:

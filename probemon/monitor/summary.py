@@ -33,7 +33,8 @@ class Stretch:
     """A sentence, or a whole answer: its text, its positions from `start` to before `stop`, how many tokens have no
     scores, how many are far from the states that the pack was calibrated on, at how many a concept fires, and the
     concepts in it, the strongest first, each at the token where it was strongest. Of those on one path the lowest alone
-    is listed. Where tokens fire and no concept is listed, none exceeds its threshold for a sentence.
+    is listed. Where tokens fire and no concept is listed, none exceeds its threshold for a sentence. `n_more`: how many
+    concepts there are beside those listed, where only some were asked for.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Stretch:
     n_far: int
     n_firing: int
     concepts: tuple[ConceptScore, ...]
+    n_more: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,15 @@ class Summary:
     """Sums an answer up, and each of its sentences.
 
     `thresholds`: what a concept had to exceed: "max", the pack's threshold for the maximum over a sentence where the
-    concept has one, or "each", those of single tokens, where none has.
+    concept has one, or "each", those of single tokens, where none has. `n_lower`: how many concepts had to exceed less
+    than at a token, of which the pack does not say how often they are right.
     `unlike`: in words, where the answer is unlike the text that the pack was calibrated on, else "".
     """
 
     answer: Stretch
     sentences: tuple[Stretch, ...]
     thresholds: str
+    n_lower: int
     unlike: str
 
 
@@ -91,8 +95,12 @@ def summarise(
     )
     return Summary(
         whole,
-        tuple(replace(sentence, concepts=sentence.concepts[:k]) for sentence in sentences),
+        tuple(
+            replace(sentence, concepts=sentence.concepts[:k], n_more=max(0, len(sentence.concepts) - k))
+            for sentence in sentences
+        ),
         name,
+        int((own < result.pack.alert_threshold).sum()),
         unlike(whole.n_far, len(tokens) - whole.n_unseen),
     )
 
@@ -103,6 +111,15 @@ def nothing_listed(stretch: Stretch, where: str, what: str = "concept") -> str:
         return f"No {what} fired in {where}."
     tokens = f"{stretch.n_firing:,} token{'s' if stretch.n_firing > 1 else ''}"
     return f"Concepts fired at {tokens} of {where}, but none exceeds its threshold for a whole sentence."
+
+
+def lower_thresholds(summary: Summary) -> str:
+    """Return the sentence that says that some thresholds for sentences are lower than those for tokens."""
+    concepts = f"{summary.n_lower:,} concept{'s' if summary.n_lower > 1 else ''}"
+    return (
+        f"In sentences and the whole answer, {concepts} had to exceed less than at a token: a threshold for the highest"
+        " score of a sentence, of which the pack does not say how often it is right."
+    )
 
 
 def _thresholds(pack: AnyPack) -> tuple[str, torch.Tensor]:

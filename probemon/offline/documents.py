@@ -38,6 +38,7 @@ MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
 # The dictionary of a parquet column, compressed, is read whole for a row group, and writers end it at a million bytes.
 # Where it is over the smaller bound, rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
+_MARK = "\ufeff".encode()  # which a file may begin with; later it is a character of the text
 _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
 # Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
@@ -245,7 +246,7 @@ def _whole(path: Path, where: str, max_chars: int) -> _Row:
             data = stream.read(4 * max_chars + 1)
     except Exception as error:  # a damaged archive fails in several ways
         return _Row(where, reason=f"cannot be read: {error}")
-    return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data, where)
+    return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data.removeprefix(_MARK), where)
 
 
 def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
@@ -348,7 +349,7 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
             yield _too_long(at, max_chars)
             continue
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(_MARK)
         if not line.strip():
             continue
         if not as_json:
@@ -370,7 +371,7 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
 
 def _decoded(data: bytes, where: str) -> _Row:
     try:
-        text = data.decode("utf-8").removeprefix("\ufeff")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         return _Row(where, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
     if "\0" in text:  # UTF-16 without its mark is valid UTF-8, letter by letter

@@ -117,7 +117,11 @@ class ReportData:
                 "threshold": [
                     float(f"{value:.6g}") if math.isfinite(value) else None for value in concepts["alert_threshold"]
                 ],
-                "precision": concepts["precision"],
+                # Of a floor under its threshold nobody knows how often a concept is right.
+                "precision": [
+                    share if floor == "fired" or (threshold is not None and floor >= threshold) else None
+                    for share, threshold in zip(concepts["precision"], concepts["alert_threshold"], strict=True)
+                ],
                 "documents": concepts["n_documents"],
                 "tokens": concepts["n_tokens"],
                 "highest": [round(x, 6) for x in concepts["max_score"]],

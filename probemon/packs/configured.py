@@ -116,7 +116,7 @@ def _watched(pack: ProbePack, config: CascadeConfig, exclude: Wanted) -> Mask | 
 def _thresholds(
     pack: ProbePack, config: CascadeConfig, recommended_load: float | str | None, watched: Mask | None
 ) -> Floats:
-    tree, alert = pack.tree, pack.alert_threshold.numpy()
+    tree, alert = pack.tree, pack.lowest_alert.numpy()
     if watched is not None:  # what is left out never fires, so nothing has to open for it
         tree, alert = without(tree, watched), np.where(watched, alert, np.float32(np.inf))
     expand = pack.expand_threshold.numpy()

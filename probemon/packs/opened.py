@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.aggregate import Max
 from probemon.core.checks import check_bool, check_count, check_path, is_number
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.drift_reference import DriftReference
@@ -459,6 +460,13 @@ class OpenedPack:
             )
         return self._aggregated[name]
 
+    @property
+    def lowest_alert(self) -> Tensor:
+        """The lowest score `[P]` fp32 over which anything lists a concept: at a token, or as the highest of a sentence.
+        NaN where there is no threshold for a token.
+        """
+        return lowest_alert(self.alert_threshold, self._aggregated)
+
     def score_counts(self, aggregator: object = None) -> Tensor:
         """Return how often the running scores of an aggregator were how high on calibration text, `[P, 128]` int32, by
         the bins of `core.score_counts`; without one, the tokens' own. Zeros where a concept was not counted.
@@ -550,6 +558,12 @@ class OpenedPack:
     def __repr__(self) -> str:
         kind = type(self).__name__
         return f"{kind}({self.name!r}, {self.n_probes} probes, {self.architecture}, {self.score_rule}, {self.dtype})"
+
+
+def lowest_alert(alert: Tensor, aggregated: Mapping[str, Tensor]) -> Tensor:
+    """Return the lower of the thresholds of tokens and of the highest of several, where there are such."""
+    of_several = aggregated.get(str(Max()))
+    return alert if of_several is None else torch.where(of_several < alert, of_several, alert)
 
 
 def _path(tree: ConceptTree, concepts: Sequence[Mapping[str, Any]], probe: int) -> list[str]:

@@ -54,6 +54,7 @@ class Told:
         if self._shown is not None:
             kept = self._shown[probes]
             probes, values, fired = probes[kept], values[kept], fired[self._shown[fired]]
+        strengths = self._strengths(probes, values)
         return {
             "choice": choice,
             "position": position,
@@ -62,9 +63,11 @@ class Told:
             "start": None if span is None else span[0],
             "end": None if span is None else span[1],
             "phase": phase,
-            "top": self._top(probes, values),
+            "top": self._top(probes, values, strengths),
             "fired": fired.tolist(),
+            "strengths": [_strength(value) for value in strengths[np.isin(probes, fired)]],
             "n_active": int(scores.coverage.active[i]),
+            "n_shed": int(scores.coverage.shed[i]),
             "unseen": scores.coverage.unseen[i] or None,
         }
 
@@ -91,6 +94,7 @@ class Told:
         return {
             "coverage": generated.coverage.totals(),
             "leading": [_concept(concept) for concept in about.answer.concepts[:_N_LEADING]],
+            "n_leading": len(about.answer.concepts),
             "stopped_by": stopped_by,
             "n_withheld": n_withheld,
             "unlike": about.unlike,
@@ -101,14 +105,17 @@ class Told:
     def _above(self) -> Doubles | None:
         return None if self._shown is None else np.where(self._shown, -math.inf, math.inf)
 
-    def _top(self, probes: Any, values: Any) -> list[list[Any]]:
+    def _top(self, probes: Any, values: Any, strength: Doubles) -> list[list[Any]]:
         """Return the best by strength, then those without a threshold by score, as `Result.top` ranks them."""
+        bare = np.isnan(strength)
+        order = np.lexsort((probes, -np.where(bare, values.astype(np.float64), strength), bare))[: self._top_k]
+        return [[int(probes[at]), _short(values[at]), _strength(strength[at])] for at in order]
+
+    def _strengths(self, probes: Any, values: Any) -> Doubles:
         with np.errstate(divide="ignore", invalid="ignore"):
             exact = values.astype(np.float64)
-            strength = np.log(exact) - np.log1p(-exact) - self._logit[probes]
-        bare = np.isnan(strength)
-        order = np.lexsort((probes, -np.where(bare, exact, strength), bare))[: self._top_k]
-        return [[int(probes[at]), _short(values[at]), _strength(strength[at])] for at in order]
+            strengths: Doubles = np.log(exact) - np.log1p(-exact) - self._logit[probes]
+        return strengths
 
 
 def about_pack(pack: AnyPack, model: str) -> dict[str, Any]:

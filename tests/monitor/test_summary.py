@@ -206,6 +206,35 @@ def test_no_concept_that_fires_is_hidden_by_thresholds_that_were_made_for_others
     assert strengths == sorted(strengths, reverse=True) and len(strengths) > 3 and min(strengths) > 0
 
 
+def test_a_lower_threshold_for_a_sentence_is_reached_and_said_to_be_one(model, tmp_path):
+    """Concepts that exceed it at no alert of a token are found as where every probe is scored, with no share right."""
+    ids, options = [5, 9, 3, 20, 31, 7, 19, 44, 2, 16, 50, 8], {"phase": None, "k": 40}
+    lower = torch.full((40,), torch.nan)
+    lower[10:30] = 0.02
+    concepts = [{"id": f"c{i}", "name": "c", "parents": [f"c{i // 2}"] * (i >= 4)} for i in range(40)]
+    pack = make_pack(
+        tmp_path / "p",
+        model,
+        concepts=[{**concept, "precision": {"a": 0.9}} for concept in concepts],
+        alert_set="a",
+        alert_threshold=torch.full((40,), 0.5),
+        aggregated={"max": lower},
+    )
+    exact = DynamicProbeManager(pack, load_threshold="exact")
+    every = run_over(DynamicProbeManager(pack, load_threshold=-1.0, max_loaded_probes=40), model, ids)
+    result = run_over(exact, model, ids)
+    assert result.coverage.active.sum() < every.coverage.active.sum() == 40 * len(ids)
+    summary = summarise(result, **options)
+    assert summary == summarise(every, **options) and summary.n_lower == 20
+    found = [concept for sentence in summary.sentences for concept in sentence.concepts]
+    low = [concept for concept in found if 10 <= concept.probe < 30]
+    assert any(concept.score < 0.5 for concept in low) and all(math.isnan(concept.precision) for concept in low)
+    assert all(concept.precision == 0.9 for concept in found if concept not in low)
+    few = summarise(result, phase=None, k=1)
+    for one, whole in zip(few.sentences, summary.sentences, strict=True):
+        assert one.concepts == whole.concepts[:1] and one.n_more == len(whole.concepts) - 1 and whole.n_more == 0
+
+
 def test_a_stop_inside_a_number_ends_no_sentence():
     bounds = _bounds(["It", " is", " 3", ".", "14", ".", " Then", "."])
     assert bounds == [(0, 6), (6, 8)]

@@ -10,10 +10,12 @@ import time
 from itertools import pairwise
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from browser import Browser, asks_only, find
+from conftest import make_pack
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.cli.report import report
@@ -149,7 +151,7 @@ def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables)
     said = page("document.body.textContent")
     assert (
         "The floor is a score of 0.5" in said
-        and "false alarms are expected, at the rate that the card of the pack random states" in said
+        and "false alarms are expected, and how many the card of the pack random says for its own thresholds" in said
     )
     assert "detected" not in made.read_text()
 
@@ -928,3 +930,14 @@ def test_the_command_says_what_it_wrote(tmp_path):
         .stdout
     )
     assert told.startswith(f"{path}: 0.") and blocks_of(path) == {}
+
+
+def test_how_often_a_concept_is_right_is_said_of_thresholds_that_a_floor_is_not_under(model, tmp_path):
+    concepts = [{"id": f"c{i}", "name": "c", "parents": [], "precision": {"a": 0.9}} for i in range(4)]
+    alert = torch.tensor([0.1, 0.3, 0.3, 0.5])
+    pack = make_pack(tmp_path / "p", model, n=4, concepts=concepts, alert_set="a", alert_threshold=alert)
+    for floor, right in (("fired", [0.9] * 4), (0.2, [0.9, None, None, None]), (0.4, [0.9, 0.9, 0.9, None])):
+        manager, folder = DynamicProbeManager(pack), tmp_path / f"a{floor}"
+        found = analyze(manager, model, make_tokenizer(), [{"id": "d", "text": "one two three"}], folder, floor=floor)
+        block = re.search(r'id="data">(.*?)</script>', write_report(found).read_text(), re.DOTALL)
+        assert json.loads(block[1])["concepts"]["precision"] == right

@@ -79,8 +79,10 @@ def assert_tokens_are(tokens, result, top_k, shown=None):
         assert token["fired"] == fired
         best = sorted(expected, key=lambda p: (-expected[p], p))[:top_k]  # all have one threshold
         assert [p for p, _, _ in token["top"]] == best
-        for p, score, strength in token["top"]:
+        for p, score, _ in token["top"]:
             assert torch.tensor(score) == torch.tensor(expected[p])  # the same in fp32
+        told = [(p, strength) for p, _, strength in token["top"]]
+        for p, strength in [*told, *zip(fired, token["strengths"], strict=True)]:
             logit = torch.tensor([expected[p].item(), float(pack.alert_threshold[p])], dtype=torch.float64).logit()
             assert strength == pytest.approx(float(logit[0] - logit[1]), abs=1e-4)
 

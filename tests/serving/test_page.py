@@ -68,6 +68,28 @@ def test_tokens_are_marked_as_the_record_says_and_panels_tell_of_the_pinned_one(
     assert set(fires) == set(first_parents)
 
 
+def test_what_is_shown_does_not_depend_on_how_many_concepts_a_client_asked_for(page_browser, page_server):
+    """A client that asks for one concept a token, or for none, is looked at as one that asks for all."""
+    said = {}
+    for top_k in (40, 1, 0):
+        page = visit(page_browser, page_server, f"#answer={ask(page_server, 'whales', top_k=top_k)}")
+        page.until(ENDED)
+        said[top_k] = page("document.getElementById('now-rows').innerText + document.getElementById('lanes').innerText")
+    assert "strongest at" in said[40] and said[1] == said[40] and "fires" not in said[0]
+    numbers = {top_k: re.findall(r"[+−]\d+\.\d|\(\d+\)", text) for top_k, text in said.items()}
+    assert numbers[0] == numbers[40] != []
+
+
+def test_what_a_client_left_out_is_not_shown_as_silence(page_browser, page_server):
+    quiet = ask(page_server, "whales", concepts=["c39"])
+    assert not any(token["fired"] for token in record(page_server, quiet)["choices"][0]["tokens"])
+    page = visit(page_browser, page_server, f"#answer={quiet}")
+    page.until(ENDED)
+    told = "its client asked for c39 alone"
+    assert f"over its threshold of what was told: {told}." in page("document.getElementById('now-rows').innerText")
+    assert page("document.getElementById('answer-coverage').innerText").endswith(told)
+
+
 def test_a_link_to_a_token_and_a_concept_shows_that_and_the_concept_alone(page_browser, page_server):
     name = ask(page_server, "a link")
     known = record(page_server, name)["choices"][0]

@@ -30,7 +30,16 @@ def hostile_run(pack):
         unseen = HOSTILE[0] if i == 4 else None
         top = [] if unseen else [[2 * i + 1, 0.9, 1.5]]
         tokens.append(
-            {**token, "end": len(text), "top": top, "fired": [c for c, _, _ in top], "n_active": 4, "unseen": unseen}
+            {
+                **token,
+                "end": len(text),
+                "top": top,
+                "fired": [c for c, _, _ in top],
+                "strengths": [1.5] * len(top),
+                "n_active": 4,
+                "n_shed": 0,
+                "unseen": unseen,
+            }
         )
     event = {
         "choice": 0,

@@ -106,7 +106,7 @@ def leaders_of(tokens, concepts):
     for token in tokens:
         fired = set(token["fired"])
         lowest = fired - {a for c in fired for a in above(c)}
-        strength = {c: s for c, _, s in token["top"]}
+        strength = dict(zip(token["fired"], token["strengths"], strict=True))
         leaders.append(min(lowest, key=lambda c: (-strength.get(c, -1e9), c), default=None))
     return leaders
 
@@ -139,7 +139,7 @@ def all_leaders(tokens, concepts):
 
     for token in tokens:
         fired = set(token["fired"])
-        strength = {c: s for c, _, s in token["top"]}
+        strength = dict(zip(token["fired"], token["strengths"], strict=True))
         yield from sorted(fired - {a for c in fired for a in above(c)}, key=lambda c: (-strength.get(c, -1e9), c))
 
 

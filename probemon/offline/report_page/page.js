@@ -140,7 +140,9 @@ function drawOverview() {
     figure(totals.rows, "scores over the floor", aToken(totals.rows)));
   $("caution").textContent = [
     data.floor === "fired" ? "The floor is each concept's own alert threshold." : `The floor is a score of ${data.floor}, the same for every concept, whatever its alert threshold.`,
-    `What is over it is a hint and not a finding: false alarms are expected, at the rate that the card of the pack ${data.pack} states for its thresholds.`,
+    data.floor === "fired"
+      ? `What is over it is a hint and not a finding: false alarms are expected, at the rate that the card of the pack ${data.pack} states for its thresholds.`
+      : `What is over it is a hint and not a finding: false alarms are expected, and how many the card of the pack ${data.pack} says for its own thresholds alone. A concept is said to be so often right only where the floor is not under its threshold.`,
     "What is not over it may be there all the same.",
   ].join(" ");
   $("unlike").textContent = data.unlike;

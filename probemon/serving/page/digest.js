@@ -41,7 +41,7 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
     const fired = new Set(token.fired);
     const above = new Set();
     for (const c of fired) pack.ancestors(c).forEach((a) => above.add(a));
-    const known = (c) => told.get(c) ?? { c, score: null, strength: null };
+    const known = (c) => told.get(c) ?? { c, score: null, strength: strengthAt(token, c) };
     for (const c of fired) note(concepts, c, i, known(c).strength);
     const leading = [...fired]
       .filter((c) => !above.has(c))
@@ -61,6 +61,9 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
 }
 
 const cache = new WeakMap();
+
+/** How strongly a concept fires at a token, whether or not its client asked for so many of the best; else null. */
+export const strengthAt = (token, c) => token.strengths[token.fired.indexOf(c)] ?? null;
 
 /** How strong in three steps, of which each looks different without colour, too. */
 export const tint = (strength) => (strength === null ? 1 : strength < 0.5 ? 0 : strength < 2 ? 1 : 2);

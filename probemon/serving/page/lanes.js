@@ -3,7 +3,7 @@
 
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
-import { lanesOf, nearest } from "./digest.js";
+import { lanesOf, nearest, strengthAt } from "./digest.js";
 import { clip } from "./harmless.js";
 import { linesOf, nameOf, signed } from "./said.js";
 import { badge } from "./now.js";
@@ -41,7 +41,7 @@ function pathsOf({ choice, upto }, c) {
     const token = choice.tokens[i];
     const told = token.top.find(([other]) => other === c);
     if (token.unseen) continue;
-    if (token.fired.includes(c)) fired += barOf(i, told?.[2] ?? null, true);
+    if (token.fired.includes(c)) fired += barOf(i, strengthAt(token, c), true);
     else if (told) near += barOf(i, told[2] ?? null, false);
   }
   return { fired, near };

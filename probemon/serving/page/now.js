@@ -104,7 +104,7 @@ function drawWhole(app, view) {
           el(
             "li",
             { class: "nothing" },
-            "Nothing was over its threshold. What no probe fires at may be there all the same.",
+            `Nothing was over its threshold${toldOf(view) ? ` of what was told: ${toldOf(view)}` : ""}. What no probe fires at may be there all the same.`,
           ),
         ]),
   );
@@ -178,16 +178,29 @@ function lastFired(app, { digest, at, choice, pack }) {
 }
 
 /** How much was looked at in the whole answer, in a line. */
-export function coverageOf({ choice, pack, upto }) {
+export function coverageOf(view) {
+  const { choice, pack, upto } = view;
   const tokens = choice.tokens.slice(0, upto + 1);
   const unseen = tokens.filter((token) => token.unseen);
   const seen = tokens.length - unseen.length;
   if (!tokens.length) return "";
   const active = tokens.reduce((sum, token) => sum + (token.unseen ? 0 : token.n_active), 0) / Math.max(1, seen);
   const total = choice.summary?.coverage ?? {};
+  const shed = tokens.filter((token) => token.n_shed).length;
   return [
     `${plural(seen, "token")} seen, ${unseen.length} unseen`,
     `of ${plural(pack.concepts.length, "probe")} ${active.toFixed(0)} active a token`,
-    ...(total.dropped ? [`${plural(total.dropped, "probe")} dropped by a limit`] : []),
+    ...(total.dropped ? [`${plural(total.dropped, "probe")} dropped by a limit or late`] : []),
+    ...(shed ? [`less was scored than is watched at ${plural(shed, "token")}: the budget left it out`] : []),
+    ...(total.excluded ? [`${plural(Math.round(total.excluded / Math.max(1, seen)), "probe")} excluded`] : []),
+    ...(toldOf(view) ? [toldOf(view)] : []),
   ].join(" · ");
+}
+
+/** Which concepts alone an answer's client asked to be told of; nothing where it is all of them. */
+function toldOf({ run }) {
+  const named = run.options?.probemon?.concepts;
+  return Array.isArray(named)
+    ? `its client asked for ${named.map((name) => clip(String(name), 40)).join(", ") || "none"} alone`
+    : "";
 }

@@ -81,6 +81,8 @@ export function readSaved(text) {
     typeof t.text === "string" &&
     Array.isArray(t.fired) &&
     t.fired.every(isIndex) &&
+    t.strengths?.length === t.fired.length &&
+    t.strengths.every((strength) => strength === null || Number.isFinite(strength)) &&
     Array.isArray(t.top) &&
     t.top.every((told) => isIndex(told?.[0]));
   if (

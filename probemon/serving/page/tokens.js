@@ -3,7 +3,7 @@
 
 import { el } from "./elements.js";
 import { segments } from "./segments.js";
-import { tint, utf16Places } from "./digest.js";
+import { strengthAt, tint, utf16Places } from "./digest.js";
 import { clip, harmless } from "./harmless.js";
 import { nameOf } from "./said.js";
 
@@ -35,7 +35,7 @@ function leaderOf({ digest, choice, concept }, at) {
     if (concept === null) found.push(...(digest.leaders[i] ?? []).slice(0, 1));
     else if (choice.tokens[i].fired.includes(concept)) {
       const told = choice.tokens[i].top.find(([c]) => c === concept);
-      found.push({ c: concept, score: told?.[1] ?? null, strength: told?.[2] ?? null });
+      found.push({ c: concept, score: told?.[1] ?? null, strength: strengthAt(choice.tokens[i], concept) });
     }
   }
   return found.sort((a, b) => (b.strength ?? 0) - (a.strength ?? 0))[0] ?? null;

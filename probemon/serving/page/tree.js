@@ -3,7 +3,7 @@
 
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
-import { tint } from "./digest.js";
+import { strengthAt, tint } from "./digest.js";
 import { nameOf, quoted, signed } from "./said.js";
 import { badge } from "./now.js";
 import { hueOf } from "./tokens.js";
@@ -72,7 +72,7 @@ function rowNode(app, view, row) {
   const mark = digest.marks.get(c);
   const token = at === null ? null : choice.tokens[at];
   const fires = token !== null && at <= view.upto && token.fired.includes(c);
-  const told = fires ? (token.top.find(([other]) => other === c)?.[2] ?? null) : null;
+  const told = fires ? strengthAt(token, c) : null;
   const kinds = [
     "node",
     fires ? `fires t${tint(told)}` : known ? "fired" : "quiet",

@@ -185,7 +185,8 @@ export function coverageOf(view) {
   const seen = tokens.length - unseen.length;
   if (!tokens.length) return "";
   const active = tokens.reduce((sum, token) => sum + (token.unseen ? 0 : token.n_active), 0) / Math.max(1, seen);
-  const total = choice.summary?.coverage ?? {};
+  // Sums over the whole answer: they say nothing of its beginning, which a replay shows.
+  const total = (upto >= choice.tokens.length - 1 && choice.summary?.coverage) || {};
   const shed = tokens.filter((token) => token.n_shed).length;
   return [
     `${plural(seen, "token")} seen, ${unseen.length} unseen`,

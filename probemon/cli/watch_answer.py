@@ -40,7 +40,7 @@ class Watched:
     def lines(self) -> list[str]:
         """Return how it ended, counts, what it cost, what the silence of probes means."""
         result, pack = self.result, self.manager.pack
-        evaluated, active = self._per_token()
+        evaluated, active = self._per_token("evaluated"), self._per_token("active")
         lines = self._ending() + self._compared()
         lines += [
             (
@@ -51,7 +51,7 @@ class Watched:
             (
                 f"{counted(pack.n_probes, 'probe')}, {active:.0f} active and {evaluated:.0f} evaluated a token,"
                 f" {int(result.coverage.dropped.sum())} dropped"
-                + (f", {excluded:.0f} excluded" if (excluded := self._excluded()) else "")
+                + (f", {self._per_token('excluded'):.0f} excluded" if result.coverage.excluded.any() else "")
             ),
         ]
         health = self.watching.health
@@ -63,7 +63,7 @@ class Watched:
     def as_dict(self, **asked: Any) -> dict[str, Any]:
         """Return everything of it; `asked`: what was asked for, said again."""
         result, pack, cover = self.result, self.manager.pack, self.result.coverage
-        evaluated, active = self._per_token()
+        evaluated, active = self._per_token("evaluated"), self._per_token("active")
         tokens = result.tokens_of(0, "generated")
         texts = result.texts(tokens)
         ends = np.cumsum([len(text) for text in texts]).tolist()
@@ -102,15 +102,10 @@ class Watched:
             "measured": self._measured(),
         }
 
-    def _per_token(self) -> tuple[float, float]:
-        """How many probes were evaluated, and how many active, in the mean over the tokens seen."""
+    def _per_token(self, count: str) -> float:
+        """A count of the coverage, in the mean over the tokens seen."""
         cover = self.result.coverage
-        return float(cover.evaluated[cover.seen].mean()), float(cover.active[cover.seen].mean())
-
-    def _excluded(self) -> float:
-        """How many probes were excluded, in the mean over the tokens seen."""
-        cover = self.result.coverage
-        return float(cover.excluded[cover.seen].mean()) if cover.seen.any() else 0.0
+        return float(getattr(cover, count)[cover.seen].mean())
 
     def _reading(self, token: int) -> list[dict[str, Any]]:
         """Return what each memory read most at a token; its weight is None where JSON has no number for it."""

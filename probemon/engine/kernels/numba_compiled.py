@@ -1,9 +1,9 @@
 """numba compiles all code of this file: scores of probes, a whole descent.
 
 All of it is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in the file
-of a function that it calls. Products of weights and states alone are compiled apart, and called by their address
-(`numba_products`). The first call on a machine compiles, which takes some seconds; it does for packs of every kind of
-weights, since weights and states are bytes here.
+of a function that it calls. Products of weights and states alone are compiled apart (`numba_products`), and called by
+their address: how they are called is compiled into functions of this file. The first call on a machine compiles, which
+takes some seconds; it does for packs of every kind of weights, since weights and states are bytes here.
 
 In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `parent_idx` link a hierarchy in CSR,
 `groups` are the arrays `of [P]`, `ptr [G+1]` and `members [E]` of its softmax groups.
@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
-from probemon.engine.kernels.numba_products import MANY, SPARE, call_products
+from probemon.engine.kernels.numba_products import MANY, pointer_of
 
 Array = npt.NDArray[Any]
 _compiled = njit(cache=True, nogil=True)
@@ -27,7 +29,27 @@ _ZERO: Any = np.int64(0)
 _ONE: Any = np.int64(1)
 _NO: Any = np.bool_(False)
 _YES: Any = np.bool_(True)
+_SPARE = 16  # int64 that products work in
 _SPARSE = 32  # where fewer than one in so many probes is meant, a list of them is sorted, else all probes are walked
+
+
+def _call_by_address(
+    typing_context: Any, address: Any, w: Any, base: Any, n_rows: Any, d: Any, x: Any, x_at: Any, n: Any, spare: Any,
+    out: Any,
+) -> Any:  # fmt: skip
+    """Call products by their address, on arrays: w and x as bytes, `spare [_SPARE]` to work in."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given = [pointer_of(context, builder, *one) for one in zip(signature.args[1:], args[1:], strict=True)]
+        function = ir.FunctionType(ir.VoidType(), [value.type for value in given])
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), given)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, w, i64, i64, i64, x, x_at, i64, spare, out), emit
+
+
+_call_products: Any = intrinsic(_call_by_address)
 
 
 @_compiled
@@ -100,24 +122,24 @@ def _logits_of_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n
     are computed several at once.
     """
     w1, s1, b1, w2, s2, b2, w3, s3, b3, products, width, d, h1, h2, n_layers = net
-    spare = np.empty(SPARE, np.int64)
+    spare = np.empty(_SPARE, np.int64)
     if n_layers == 1:
-        call_products(products[0], w1, slot * d, n_slots, d, x, x_at, n, spare, own)
+        _call_products(products[0], w1, slot * d, n_slots, d, x, x_at, n, spare, own)
         _add_bias(own, s1, b1, slot, n_slots, n, _NO)
     else:
         first = np.empty(n * h1, np.float32)
         begin = _multiples(n, h1)
         if n >= MANY:  # the tiles read four rows at once, which memory is slow at: the cache has them by then
             first[0] = _touch(w1, slot * h1 * d * width, (slot + 1) * h1 * d * width)
-        call_products(products[0], w1, slot * h1 * d, h1, d, x, x_at, n, spare, first)
+        _call_products(products[0], w1, slot * h1 * d, h1, d, x, x_at, n, spare, first)
         _add_bias(first, s1, b1, slot * h1, h1, n, _YES)
         if n_layers == 3:
             second = np.empty(n * h2, np.float32)
-            call_products(products[1], w2, slot * h2 * h1, h2, h1, first, begin, n, spare, second)
+            _call_products(products[1], w2, slot * h2 * h1, h2, h1, first, begin, n, spare, second)
             _add_bias(second, s2, b2, slot * h2, h2, n, _YES)
-            call_products(products[1], w3, slot * h2, 1, h2, second, _multiples(n, h2), n, spare, own)
+            _call_products(products[1], w3, slot * h2, 1, h2, second, _multiples(n, h2), n, spare, own)
         else:
-            call_products(products[1], w3, slot * h1, 1, h1, first, begin, n, spare, own)
+            _call_products(products[1], w3, slot * h1, 1, h1, first, begin, n, spare, own)
         _add_bias(own, s3, b3, slot, _ONE, n, _NO)
 
 

@@ -1,7 +1,6 @@
 """numba compiles products of weight rows and states, once for each two kinds of numbers.
 
     address = products_of(np.uint16, np.float32)                                     # compiled when first asked for
-    call_products(address, w, base, n_rows, d, x, x_at, n, spare, out)               # in compiled code
 
 Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
 along D, one fused multiply-add each (of bf16 two, or the instruction of newer processors that does both, to the same
@@ -28,7 +27,6 @@ from numba.np.numpy_support import from_dtype
 
 _LANES = 16
 MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
-SPARE = 16  # int64 that a call works in
 _ONE_BY_ONE = 1024, 8192  # bytes of a row: these are read one after another for a state, others at four places at once
 
 
@@ -48,7 +46,7 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds, length = signature.args, args[4]
             w_data, w_from, x_data, x_from, target = (
-                _pointer(context, builder, kinds[i], args[i]) for i in (0, 1, 2, 3, 5)
+                pointer_of(context, builder, kinds[i], args[i]) for i in (0, 1, 2, 3, 5)
             )
 
             def pointers(data: Any, begin: Any, n: int) -> list[Any]:
@@ -72,7 +70,7 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
     return tile
 
 
-def _pointer(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+def pointer_of(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     """Return a pointer to the first element of an array, or the pointer that was given."""
     return context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
 
@@ -262,22 +260,3 @@ def _products(weights: np.dtype[Any], states: np.dtype[Any]) -> Any:  # noqa: C9
             j += 1
 
     return cfunc(signature, cache=True)(products)
-
-
-def _call_products(
-    typing_context: Any, address: Any, w: Any, base: Any, n_rows: Any, d: Any, x: Any, x_at: Any, n: Any, spare: Any,
-    out: Any,
-) -> Any:  # fmt: skip
-    """Call products by their address, on arrays: w and x as bytes, `spare [SPARE]` to work in."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        given = [_pointer(context, builder, *one) for one in zip(signature.args[1:], args[1:], strict=True)]
-        function = ir.FunctionType(ir.VoidType(), [value.type for value in given])
-        builder.call(builder.inttoptr(args[0], function.as_pointer()), given)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, w, i64, i64, i64, x, x_at, i64, spare, out), emit
-
-
-call_products: Any = intrinsic(_call_products)

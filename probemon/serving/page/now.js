@@ -193,7 +193,7 @@ export function coverageOf(view) {
     `of ${plural(pack.concepts.length, "probe")} ${active.toFixed(0)} active a token`,
     ...(total.dropped ? [`${plural(total.dropped, "probe")} dropped by a limit or late`] : []),
     ...(shed ? [`less was scored than is watched at ${plural(shed, "token")}: the budget left it out`] : []),
-    ...(total.excluded ? [`${plural(Math.round(total.excluded / Math.max(1, seen)), "probe")} excluded`] : []),
+    ...(total.excluded ? [`${plural(Math.round(total.excluded / Math.max(1, total.tokens - total.unseen)), "probe")} excluded`] : []),
     ...(toldOf(view) ? [toldOf(view)] : []),
   ].join(" · ");
 }

@@ -72,6 +72,7 @@ class Filter:
 def line(summary: dict[str, Any]) -> str:
     """Return a summary in one line: what was leading, what stopped the answer, and how much was not seen."""
     names = ", ".join(concept["name"] for concept in summary["leading"][:3]) or "no concept over its threshold"
+    names += f" and {summary['n_leading'] - 3} more" if summary["n_leading"] > 3 else ""
     stopped = f"; stopped by {summary['stopped_by']['name']}" if summary["stopped_by"] else ""
     return f"{names}{stopped}; {summary['coverage']['unseen']} of {summary['coverage']['tokens']} tokens unseen"
 

@@ -52,7 +52,9 @@ class PlainView:
     def show(self, event: TokenEvent) -> None:
         """Show one more token."""
         token = printable(event.token)
-        concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in event.leading(self._k, self._above)]
+        leading = event.leading(event.pack.n_probes, self._above)
+        concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in leading[: self._k]]
+        concepts += [f"and {len(leading) - self._k} more"] if len(leading) > self._k else []
         if ranked := event.ranked(self._k, self._above):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
         said = unseen(event) or "; ".join([*concepts, *filter(None, [read(event)])])
@@ -110,7 +112,7 @@ class LiveView:
             shown.insert(0, (event, concepts))
         table = plain_table(expand=True)
         table.add_column("token", width=14, no_wrap=True)
-        table.add_column("leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column(f"{self._k} leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column("right", width=5, justify="right", style="dim")
         table.add_column("strength", width=10)
         width = self._console.width - 39  # what the other columns, gaps and the frame leave

@@ -8,6 +8,7 @@ summary.answer.concepts, summary.thresholds
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -52,8 +53,8 @@ class Summary:
     """Sums an answer up, and each of its sentences.
 
     `thresholds`: what a concept had to exceed: "max", the pack's threshold for the maximum over a sentence where the
-    concept has one, or "each", those of single tokens, where none has. `n_lower`: how many concepts had to exceed less
-    than at a token, of which the pack does not say how often they are right.
+    concept has one, or "each", those of single tokens, where none has. `n_lower`: how many concepts, of those that are
+    shown, had to exceed less than at a token, of which the pack does not say how often they are right.
     `unlike`: in words, where the answer is unlike the text that the pack was calibrated on, else "".
     """
 
@@ -100,7 +101,7 @@ def summarise(
             for sentence in sentences
         ),
         name,
-        int((own < result.pack.alert_threshold).sum()),
+        int(((own < result.pack.alert_threshold) & (bars < math.inf)).sum()),
         unlike(whole.n_far, len(tokens) - whole.n_unseen),
     )
 
@@ -108,7 +109,7 @@ def summarise(
 def nothing_listed(stretch: Stretch, where: str, what: str = "concept") -> str:
     """Return the sentence that says why a stretch without concepts has none; `where`: "the answer" or its like."""
     if not stretch.n_firing:
-        return f"No {what} fired in {where}."
+        return f"No {what} fired at any token of {where}."
     tokens = f"{stretch.n_firing:,} token{'s' if stretch.n_firing > 1 else ''}"
     return f"Concepts fired at {tokens} of {where}, but none exceeds its threshold for a whole sentence."
 

@@ -67,7 +67,7 @@ class Told:
             "fired": fired.tolist(),
             "strengths": [_strength(value) for value in strengths[np.isin(probes, fired)]],
             "n_active": int(scores.coverage.active[i]),
-            "n_shed": int(scores.coverage.shed[i]),
+            **{f"n_{name}": int(getattr(scores.coverage, name)[i]) for name in ("dropped", "excluded", "shed")},
             "unseen": scores.coverage.unseen[i] or None,
         }
 
@@ -95,6 +95,7 @@ class Told:
             "coverage": generated.coverage.totals(),
             "leading": [_concept(concept) for concept in about.answer.concepts[:_N_LEADING]],
             "n_leading": len(about.answer.concepts),
+            "thresholds": about.thresholds,
             "stopped_by": stopped_by,
             "n_withheld": n_withheld,
             "unlike": about.unlike,
@@ -148,6 +149,7 @@ def _concept(concept: ConceptScore) -> dict[str, Any]:
         "path": list(concept.path),
         "position": concept.position,
         "score": _short(concept.score),
+        "threshold": _number(concept.threshold),
         "strength": _strength(concept.strength),
         "precision": _number(concept.precision),
     }

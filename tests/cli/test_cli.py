@@ -114,16 +114,18 @@ def test_views_show_each_token_with_its_path(demo, manager):
     model, tokenizer = demo
     wide = Console(width=140, height=60, record=True, force_terminal=True, file=io.StringIO())
     plain = Console(width=140, record=True, file=io.StringIO())
-    with LiveView(wide, title="t", n_rows=40) as live, PlainView(plain) as lines:
+    cut = Console(width=140, record=True, file=io.StringIO())
+    with LiveView(wide, title="t", n_rows=40) as live, PlainView(plain) as lines, PlainView(cut, n_concepts=0) as few:
         for event in manager.stream(model, tokenizer, CHAT, max_new_tokens=12, do_sample=False):
             live.show(event)
             lines.show(event)
+            few.show(event)
             result = event.result
     wide.print(live.render())
     shown, listed = wide.export_text(), plain.export_text().splitlines()
     lines_at = {int(line.split()[0]): line for line in listed}
     assert len(lines_at) == len(listed) and LAST in listed[-1]
-    named = 0
+    cut_at, named = {int(line.split()[0]): line for line in cut.export_text().splitlines()}, 0
     for i in range(len(result) - 12, len(result)):
         leading = result.leading(i, 2)
         position = int(result.position[i])
@@ -137,7 +139,10 @@ def test_views_show_each_token_with_its_path(demo, manager):
             path = " > ".join(concept.path)
             assert f"{path} {concept.strength:+.1f}" in lines_at[position]
             assert path in shown
-    assert named > 0
+        n_all = len(result.leading(i, 1_000))
+        assert (f" and {n_all} more" in cut_at.get(position, "")) == (n_all > 0)
+        assert ("more" in lines_at[position]) == (n_all > 3)
+    assert named > 0 and "2 leading concepts, from the root" in shown
     summary(plain, result, ["a closing line"])
     text = plain.export_text()
     assert "a closing line" in text and text.count(" > ") >= 1

@@ -20,6 +20,7 @@ from probemon.cli import app as cli
 from probemon.cli import serve as command
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.stream import encode
+from probemon.monitor.summary import summarise
 
 MESSAGES = [{"role": "user", "content": "Tell me about whales."}]
 
@@ -116,6 +117,10 @@ def test_demo_answers_the_official_client_with_the_concepts_that_a_watched_run_h
         assert {p: score for p, score, _ in told["top"]}.items() <= expected.items()
     leading = message.model_extra["probemon"]["summary"]["leading"]
     assert leading and all(concept["strength"] > 0 and 0 < concept["precision"] <= 1 for concept in leading)
+    expected = summarise(result).answer.concepts[:10]
+    assert [(concept["concept"], concept["threshold"]) for concept in leading] == [
+        (concept.concept, pytest.approx(concept.threshold, rel=1e-6)) for concept in expected
+    ]
 
 
 def test_a_signal_has_the_file_read_again_and_a_bad_one_is_refused(demo):

@@ -230,6 +230,8 @@ def test_a_lower_threshold_for_a_sentence_is_reached_and_said_to_be_one(model, t
     low = [concept for concept in found if 10 <= concept.probe < 30]
     assert any(concept.score < 0.5 for concept in low) and all(math.isnan(concept.precision) for concept in low)
     assert all(concept.precision == 0.9 for concept in found if concept not in low)
+    shown = np.where(np.arange(40) % 4 == 0, -math.inf, math.inf)  # five of those with a threshold for a sentence
+    assert summarise(result, **options, above=shown).n_lower == 5
     few = summarise(result, phase=None, k=1)
     for one, whole in zip(few.sentences, summary.sentences, strict=True):
         assert one.concepts == whole.concepts[:1] and one.n_more == len(whole.concepts) - 1 and whole.n_more == 0

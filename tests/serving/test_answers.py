@@ -72,7 +72,8 @@ def assert_tokens_are(tokens, result, top_k, shown=None):
         assert token["token_id"] == result.token_id[i]
         assert token["phase"] == ("prompt", "generated")[result.phase[i]]
         assert (token["unseen"] or "") == result.coverage.unseen[i]
-        assert token["n_active"] == result.coverage.active[i]
+        for name in ("active", "dropped", "excluded", "shed"):
+            assert token[f"n_{name}"] == getattr(result.coverage, name)[i]
         active = zip(result.scores.active(i).tolist(), result.scores.active_scores(i), strict=True)
         expected = {p: s for p, s in active if shown is None or p in shown}
         fired = [p for p in expected if expected[p] > float(pack.alert_threshold[p])]

@@ -67,6 +67,6 @@ def test_concepts_become_status_lines_and_a_table_and_no_client_sees_our_keys(se
 def test_names_from_a_pack_are_no_markdown(filter_module):
     path = ["a|b", "[x](javascript:y)", "<img>"]
     concept = {"path": path, "name": "a", "score": 0.5, "strength": None, "precision": None}
-    summary = {"leading": [concept], "stopped_by": None, "coverage": {"unseen": 1, "tokens": 3}}
+    summary = {"leading": [concept], "n_leading": 1, "stopped_by": None, "coverage": {"unseen": 1, "tokens": 3}}
     row = filter_module.table(summary, 3).splitlines()[2]
     assert row == r"| a\|b > \[x\]\(javascript:y\) > \<img> | 0.50 |  |  |"

@@ -91,6 +91,27 @@ def test_what_a_client_left_out_is_not_shown_as_silence(page_browser, page_serve
     told = f"its client asked for {silent} alone"
     assert f"over its threshold of what was told: {told}." in page("document.getElementById('now-rows').innerText")
     assert page("document.getElementById('answer-coverage').innerText").endswith(told)
+    assert "quiet or untold concepts" in page("document.getElementById('tree').innerText")
+    page.point("document.querySelector('#answer .tok')")
+    page.until(
+        "document.getElementById('now-rows').innerText.includes('Nothing of what was told is over its threshold at')"
+    )
+
+
+def test_what_a_limit_a_budget_and_an_exclusion_left_out_is_said_of_the_tokens_so_far(page_browser, page_server):
+    """Whether the answer has ended or not: each token has its counts."""
+    counts = [(7, 3, 2, 0), (9, 0, 2, 11), (5, 4, 2, 0)]
+    names = ("n_active", "n_dropped", "n_excluded", "n_shed")
+    tokens = [dict(zip(names, of_token, strict=True)) | {"unseen": None} for of_token in counts]
+    page = visit(page_browser, page_server)
+    for upto, expected in (
+        (0, "1 token seen, 0 unseen · of 40 probes 7 active a token · 3 scores dropped by a limit or late"),
+        (2, "3 tokens seen, 0 unseen · of 40 probes 7 active a token · 7 scores dropped by a limit or late"),
+    ):
+        view = {"choice": {"tokens": tokens}, "pack": {"concepts": [{}] * 40}, "upto": upto, "run": {}}
+        said = page(f"import('/page/now.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
+        shed = "less was scored than is watched at 1 token: the budget left it out · " if upto else ""
+        assert said == f"{expected} · {shed}2 excluded a token"
 
 
 def test_a_link_to_a_token_and_a_concept_shows_that_and_the_concept_alone(page_browser, page_server):

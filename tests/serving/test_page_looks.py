@@ -37,6 +37,8 @@ def hostile_run(pack):
                 "fired": [c for c, _, _ in top],
                 "strengths": [1.5] * len(top),
                 "n_active": 4,
+                "n_dropped": 0,
+                "n_excluded": 0,
                 "n_shed": 0,
                 "unseen": unseen,
             }
@@ -70,7 +72,7 @@ def hostile_run(pack):
         "error": None,
         "choices": [choice],
     }
-    return {"format": "probemon-run", "pack": {**pack, "concepts": names}, "run": run}
+    return {"format": "probemon-run-2", "pack": {**pack, "concepts": names}, "run": run}
 
 
 def test_hostile_tokens_names_and_messages_are_shown_and_nothing_of_them_runs(page_browser, page_server, tmp_path):

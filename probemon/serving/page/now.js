@@ -5,7 +5,7 @@ import { plural } from "./words.js";
 import { foremost, tint } from "./digest.js";
 import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
-import { above, inOneLine, nameOf, quoted, right, strengthOf } from "./said.js";
+import { above, inOneLine, nameOf, quoted, right, strengthOf, toldOf } from "./said.js";
 import { hueOf } from "./tokens.js";
 
 const ROWS = 5;
@@ -142,7 +142,7 @@ export function drawNow(app, view) {
       el(
         "li",
         { class: "nothing" },
-        `Nothing is over its threshold at this token.${near.length ? " Nearest to theirs:" : ""}`,
+        `Nothing${toldOf(view) ? " of what was told" : ""} is over its threshold at this token.${near.length ? " Nearest to theirs:" : ""}`,
       ),
     );
     for (const found of near.slice(0, 3))
@@ -184,24 +184,16 @@ export function coverageOf(view) {
   const unseen = tokens.filter((token) => token.unseen);
   const seen = tokens.length - unseen.length;
   if (!tokens.length) return "";
-  const active = tokens.reduce((sum, token) => sum + (token.unseen ? 0 : token.n_active), 0) / Math.max(1, seen);
-  // Sums over the whole answer: they say nothing of its beginning, which a replay shows.
-  const total = (upto >= choice.tokens.length - 1 && choice.summary?.coverage) || {};
+  const sum = (name) => tokens.reduce((so_far, token) => so_far + (token.unseen ? 0 : token[name]), 0);
+  const perToken = (name) => (sum(name) / Math.max(1, seen)).toFixed(0);
   const shed = tokens.filter((token) => token.n_shed).length;
   return [
     `${plural(seen, "token")} seen, ${unseen.length} unseen`,
-    `of ${plural(pack.concepts.length, "probe")} ${active.toFixed(0)} active a token`,
-    ...(total.dropped ? [`${plural(total.dropped, "probe")} dropped by a limit or late`] : []),
+    `of ${plural(pack.concepts.length, "probe")} ${perToken("n_active")} active a token`,
+    ...(sum("n_dropped") ? [`${plural(sum("n_dropped"), "score")} dropped by a limit or late`] : []),
     ...(shed ? [`less was scored than is watched at ${plural(shed, "token")}: the budget left it out`] : []),
-    ...(total.excluded ? [`${plural(Math.round(total.excluded / Math.max(1, total.tokens - total.unseen)), "probe")} excluded`] : []),
+    ...(sum("n_excluded") ? [`${perToken("n_excluded")} excluded a token`] : []),
     ...(toldOf(view) ? [toldOf(view)] : []),
   ].join(" · ");
 }
 
-/** Which concepts alone an answer's client asked to be told of; nothing where it is all of them. */
-function toldOf({ run }) {
-  const named = run.options?.probemon?.concepts;
-  return Array.isArray(named)
-    ? `its client asked for ${named.map((name) => clip(String(name), 40)).join(", ") || "none"} alone`
-    : "";
-}

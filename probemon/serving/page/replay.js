@@ -5,7 +5,8 @@ import { hierarchyOf } from "./hierarchy.js";
 import { readPack } from "./digest.js";
 import { merge, newState, recordOf } from "./state.js";
 
-const FORMAT = "probemon-run";
+const FORMAT = "probemon-run-2";
+const COUNTS = ["n_active", "n_dropped", "n_excluded", "n_shed"];
 
 export function drawReplay(app, view) {
   const empty = view === null || !view.choice.tokens.length;
@@ -84,7 +85,8 @@ export function readSaved(text) {
     t.strengths?.length === t.fired.length &&
     t.strengths.every((strength) => strength === null || Number.isFinite(strength)) &&
     Array.isArray(t.top) &&
-    t.top.every((told) => isIndex(told?.[0]));
+    t.top.every((told) => isIndex(told?.[0])) &&
+    COUNTS.every((name) => Number.isInteger(t[name]) && t[name] >= 0);
   if (
     typeof run?.request !== "string" ||
     !Array.isArray(run.choices) ||

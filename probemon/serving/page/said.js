@@ -1,7 +1,9 @@
 // Words for what tokens show, the same in tips, panels and for screen readers.
 
-import { percent, score } from "./words.js";
+import { percent, plural, score } from "./words.js";
 import { clip } from "./harmless.js";
+
+const LINES = 5;
 
 export const nameOf = (pack, c) => clip(pack.concepts[c].name, 80);
 export const idOf = (pack, c) => clip(pack.concepts[c].id, 80);
@@ -39,10 +41,20 @@ export function linesOf(view, i) {
   const { leaders, near } = view.digest;
   const head = `${quoted(token)} token ${token.position}`;
   if (token.unseen) return [head, `unseen: ${clip(token.unseen, 200)}`];
-  if (leaders[i]?.length) return [head, ...leaders[i].slice(0, 5).map((at) => inOneLine(view.pack, at))];
+  const found = leaders[i] ?? [];
+  const more = found.length > LINES ? [`and ${plural(found.length - LINES, "more concept")}`] : [];
+  if (found.length) return [head, ...found.slice(0, LINES).map((at) => inOneLine(view.pack, at)), ...more];
   return [
     head,
-    "nothing over its threshold",
+    `nothing${toldOf(view) ? " of what was told" : ""} over its threshold`,
     ...(near[i] ?? []).slice(0, 1).map((at) => `nearest: ${inOneLine(view.pack, at)}`),
   ];
+}
+
+/** Which concepts alone an answer's client asked to be told of; nothing where it is all of them. */
+export function toldOf({ run }) {
+  const named = run.options?.probemon?.concepts;
+  return Array.isArray(named)
+    ? `its client asked for ${named.map((name) => clip(String(name), 40)).join(", ") || "none"} alone`
+    : "";
 }

@@ -4,7 +4,7 @@
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
 import { strengthAt, tint } from "./digest.js";
-import { nameOf, quoted, signed } from "./said.js";
+import { nameOf, quoted, signed, toldOf } from "./said.js";
 import { badge } from "./now.js";
 import { hueOf } from "./tokens.js";
 
@@ -56,6 +56,7 @@ function rowsOf(view) {
 function rowNode(app, view, row) {
   const { pack, digest, choice, at } = view;
   const { c, depth } = row;
+  const quiet = toldOf(view) ? "quiet or untold" : "quiet";
   if (c === null) {
     return el(
       "div",
@@ -64,7 +65,7 @@ function rowNode(app, view, row) {
       el(
         "span",
         { class: "dim" },
-        row.open ? `fold ${plural(row.nQuiet, "quiet concept")}` : `${plural(row.nQuiet, "quiet concept")} …`,
+        row.open ? `fold ${plural(row.nQuiet, `${quiet} concept`)}` : `${plural(row.nQuiet, `${quiet} concept`)} …`,
       ),
     );
   }
@@ -80,7 +81,7 @@ function rowNode(app, view, row) {
     view.concept === c ? "chosen" : "",
   ];
   const when = known ? `${quoted(choice.tokens[known.first])} ${choice.tokens[known.first].position}` : "";
-  const history = known ? `fired at ${plural(known.n, "token")}, first ${when}` : "quiet";
+  const history = known ? `fired at ${plural(known.n, "token")}, first ${when}` : quiet;
   return el(
     "div",
     {
@@ -101,7 +102,7 @@ function rowNode(app, view, row) {
         "span",
         {
           class: "others",
-          title: `${row.listed ? "fold" : "list"} ${plural(row.nQuiet, "quiet concept")} below it (key: +)`,
+          title: `${row.listed ? "fold" : "list"} ${plural(row.nQuiet, `${quiet} concept`)} below it (key: +)`,
         },
         row.listed ? "−" : `+${row.nQuiet}`,
       ),

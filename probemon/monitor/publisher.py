@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from probemon.core.counted import counted
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
@@ -168,16 +169,17 @@ class Publisher:
         n_unjudged, n_passing = self._unjudged.total(), sum(rule.on_blind == PASS for rule in self.rules)
         if self.acts and not called:
             warnings.warn(
-                f"{len(self.rules)} rules and {len(self._sinks)} sinks were set, and this {type(model).__name__} ran"
-                " nothing while it was watched: is it the very model that generated, and not a copy?",
+                f"{counted(len(self.rules), 'rule')} and {counted(len(self._sinks), 'sink')} set, but this"
+                f" {type(model).__name__} ran nothing while it was watched: is it the very model that generated, and"
+                " not a copy?",
                 UserWarning,
                 stacklevel=3,
             )
         elif n_passing and n_unjudged:
             [(reason, n)] = self._unjudged.most_common(1)
             warnings.warn(
-                f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so {n_passing} rules were"
-                f" not asked of them ({reason}: {n})",
+                f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so"
+                f" {counted(n_passing, 'rule')} could not be asked of them ({reason}: {n})",
                 UserWarning,
                 stacklevel=3,
             )

@@ -24,6 +24,7 @@ from transformers import StoppingCriteriaList
 from probemon.core.aggregate import Aggregator
 from probemon.core.checks import check_bool, check_count
 from probemon.core.concept_names import Wanted
+from probemon.core.counted import counted
 from probemon.core.scores import Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
@@ -492,10 +493,10 @@ class MonitorRun:
             return
         if publisher.rules and self._watcher.n_documents:
             raise ConfigError(
-                f"{len(publisher.rules)} rules were set and could not fire in {self._watcher.n_documents} documents:"
-                " plain forwards, from which no generation went on. Rules are asked of generated tokens: use"
-                " model.generate(), put a loop of your own into `with run.generating(from_column=...)`, or read"
-                " documents in a run without rules"
+                f"{counted(len(publisher.rules), 'rule')} could not fire in"
+                f" {counted(self._watcher.n_documents, 'document')}: plain forwards, from which no generation went on."
+                " Rules are asked of generated tokens: use model.generate(), put a loop of your own into"
+                " `with run.generating(from_column=...)`, or read documents in a run without rules"
             )
         publisher.warn_of_silence(self.model, self._watcher.called)
         if self._raise_failures:

@@ -68,7 +68,7 @@ def test_only_rules_that_pass_are_warned_of(manager, model):
         run.on("c10", above=0.9999999, on_blind=lambda event: None)
         model.generate(PROMPT, **GREEDY)
         run.__exit__(None, None, None)
-    assert "so 1 rules were not asked of them" in " ".join(str(one.message) for one in caught)
+    assert "so 1 rule could not be asked of them" in " ".join(str(one.message) for one in caught)
 
 
 def test_what_cannot_be_done_is_refused(manager, model):

@@ -289,13 +289,13 @@ def test_rules_that_could_never_fire_are_told_at_the_end(manager, model):
 
     with torch.no_grad():
         with (
-            pytest.raises(ConfigError, match=r"1 rules were set and could not fire in 2 documents"),
+            pytest.raises(ConfigError, match=r"1 rule could not fire in 2 documents"),
             manager.attach(model) as run,
         ):
             run.on("c0", above=0.0, action=silent)
             model(PROMPT)
             model(PROMPT + 1)
-        with pytest.raises(ConfigError, match=r"could not fire in 1 documents"), manager.attach(model) as run:
+        with pytest.raises(ConfigError, match=r"could not fire in 1 document"), manager.attach(model) as run:
             run.on("c0", above=0.99999, action=silent)
             model.generate(PROMPT, max_new_tokens=2, eos_token_id=None, **GREEDY)
             model(PROMPT)  # what was followed before excuses nothing

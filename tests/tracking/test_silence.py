@@ -176,10 +176,10 @@ def test_gradient_checkpointing_runs_layers_again_and_that_is_no_token(manager, 
 def test_a_run_with_rules_that_watched_nothing_warns(manager):
     model = make_model()
     other, sink = copy.deepcopy(model), MemorySink()
-    with pytest.warns(UserWarning, match="0 rules and 1 sinks were set.*not a copy"), manager.attach(other) as run:
+    with pytest.warns(UserWarning, match="0 rules and 1 sink set.*not a copy"), manager.attach(other) as run:
         run.add_sink(sink)
         model.generate(IDS, **GREEDY)
-    with pytest.warns(UserWarning, match="1 rules and 0 sinks were set"), manager.attach(other) as run:
+    with pytest.warns(UserWarning, match="1 rule and 0 sinks set"), manager.attach(other) as run:
         ruled(run, [])
         model.generate(IDS, **GREEDY)
     with warnings.catch_warnings(), manager.attach(model) as run:  # nothing was set that could have told
@@ -199,7 +199,7 @@ def test_tokens_of_which_no_rule_was_asked_are_counted(manager):
         pytest.warns(
             UserWarning,
             match=(
-                r"2 of 3 generated tokens have no scores, so 1 rules were not asked of them \(hidden state is not"
+                r"2 of 3 generated tokens have no scores, so 1 rule could not be asked of them \(hidden state is not"
                 r" finite: 2\)"
             ),
         ),

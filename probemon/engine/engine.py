@@ -39,7 +39,7 @@ BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memo
 
 
 class StepUnderWay(Protocol):
-    """Waits for a step that a device is at."""
+    """Waits for a step that a device or a thread is at."""
 
     def wait(self) -> Outcome:
         """Return the outcome, once it is there; call it once."""
@@ -62,7 +62,9 @@ class Evaluator(Protocol):
     def begin(
         self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints, prepared: Prepared | None = None
     ) -> Outcome | StepUnderWay:
-        """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
+        """Make a step of hidden states `[N, D]`, or begin it: a GPU, or a thread where weights are mapped from
+        a file, makes it beside the host model.
+        """
 
     def evaluate(
         self, plan: Any, inputs: Any, retained: Mask | None, keep: Ints, strategy: str | None = None
@@ -126,7 +128,10 @@ class Engine:
         way = self.way(plan, len(retained), retained, self.choice.step)
         if way is self.on_device and self.on_device is not None:
             return self.on_device.begin(plan, lambda: self.inputs(hidden, prepared), hidden.values(), retained, keep)
-        return way.evaluate(plan, self.inputs(hidden, prepared), retained, keep)
+        inputs, thread = self.inputs(hidden, prepared), self.scorer.thread
+        if thread is None:
+            return way.evaluate(plan, inputs, retained, keep)
+        return thread.begin(lambda: way.evaluate(plan, inputs, retained, keep))
 
     def evaluate(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None

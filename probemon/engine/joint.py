@@ -144,7 +144,11 @@ class JointEngine:
         before = self._split(retained)
         ways = self._ways(plan, len(retained), before, [engine.choice.step for engine in self.engines])
         if not self._all_on_device(ways):
-            return self.evaluate(plan, self.inputs(hidden, prepared), retained, keep)
+            inputs = self.inputs(hidden, prepared)
+            thread = next((scorer.thread for scorer in self._scorers if scorer.thread is not None), None)
+            if thread is None:
+                return self.evaluate(plan, inputs, retained, keep)
+            return thread.begin(lambda: self.evaluate(plan, inputs, retained, keep))
         return self._begun(plan, lambda: self.inputs(hidden, prepared), list(hidden.values()), before, keep)
 
     def evaluate(

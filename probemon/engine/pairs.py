@@ -23,8 +23,9 @@ from probemon.core.probes import InputSpec
 from probemon.core.scores import Floats
 from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.engine.kernels import group_scores, probe_logits, score_probes
-from probemon.engine.memory.arena import Arena, PagedArena
+from probemon.engine.memory.arena import Arena, PagedArena, ResidentArena
 from probemon.engine.memory.fetcher import Fetcher
+from probemon.engine.step_thread import StepThread
 from probemon.errors import ArenaFull
 from probemon.packs.pack import ProbePack
 
@@ -33,6 +34,7 @@ class PairScorer:
     """Scores pairs over `arena`, which holds the probes of `packs`, one pack after another.
 
     `resident`: whether it holds all of them.
+    `thread`: makes steps, where weights are mapped from a file, which a disk may have to give.
     `late`: nobody waits for weights.
     `prefetch`: the margin of score under which a probe's children are fetched.
     """
@@ -54,6 +56,7 @@ class PairScorer:
         self.inputs = _input_maker(specs, packs[0].input_dtype, device, impl)
         self.n_probes = sum(pack.n_probes for pack in packs)
         self.groups = SoftmaxGroups.join([pack.tree.groups for pack in packs])
+        self.thread = StepThread() if isinstance(arena, ResidentArena) and arena.is_mapped else None
         self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
         self.prefetcher = (
             Fetcher(partial(arena.fetch, prefetched=True), arena.locks)

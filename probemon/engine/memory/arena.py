@@ -114,6 +114,11 @@ class ResidentArena:
         self._hits += len(probes)
         yield np.arange(len(probes)), probes
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether weights are read where a file is mapped, from a disk if need be."""
+        return self._unchanged is not None
+
     def used(self, n: int) -> None:
         """Count so many slots as read without a wave. Raises `PackChanged` where they may not be what they were."""
         if self._unchanged is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,25 +74,30 @@ def overhead(
 
     Raises `ConfigError` where the host cannot be copied, to run bare.
     """
-    bare_model, inside = shared_copy(model), list[float]()
+    hosts, inside = (model, shared_copy(model)), list[float]()
     options = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False}
 
-    def bare(criteria: Any, n: int) -> None:
-        bare_model.generate(**inputs, **options, stopping_criteria=criteria)
+    def bare(host: Any) -> Side:
+        return lambda criteria, n: host.generate(**inputs, **options, stopping_criteria=criteria)
 
-    def watched(criteria: Any, n: int) -> None:
-        with MonitorRun(manager, model) as run:
-            model.generate(**inputs, **options, stopping_criteria=criteria)
-        inside.extend(list(run.forward_seconds)[1:])
+    def watched(host: Any) -> Side:
+        def side(criteria: Any, n: int) -> None:
+            with MonitorRun(manager, host) as run:
+                host.generate(**inputs, **options, stopping_criteria=criteria)
+            inside.extend(list(run.forward_seconds)[1:])
 
+        return side
+
+    pairs = [(bare(hosts[1 - i]), watched(hosts[i])) for i in range(2)]
     progress("measuring what watching adds")
-    in_lockstep(bare, watched, n_tokens)  # what is made at first use does not count
+    for pair in pairs:  # what is made at first use does not count
+        in_lockstep(*pair, n_tokens)
     inside.clear()
 
     def say(value: float, low: float, high: float) -> None:
         progress(f"measuring what watching adds: {value:+.1f} % ({low:+.1f} to {high:+.1f})")
 
-    times, (value, low, high) = compared(bare, watched, n_tokens, width_pct, most_seconds, say)
+    times, (value, low, high) = compared(pairs, n_tokens, width_pct, most_seconds, say)
     host_ms = float(np.median(times[..., 0])) * 1e3
     is_resolved = high - low <= width_pct and len(times) >= _FEWEST_TURNS
     inside_ms = statistics.median(inside) * 1e3
@@ -100,20 +105,23 @@ def overhead(
 
 
 def compared(
-    one: Side,
-    other: Side,
+    pairs: Sequence[tuple[Side, Side]],
     n_tokens: int,
     width_pct: float,
     most_seconds: float,
     say: Callable[[float, float, float], None] = lambda value, low, high: None,
 ) -> tuple[npt.NDArray[np.float64], tuple[float, float, float]]:
-    """Return the seconds of steps `[turns, n_tokens - 1, 2]` and what the other side adds (`added_pct`), from as many
+    """Return the seconds of steps `[turns, n_tokens - 1, 2]` and what the second sides add (`added_pct`), from as many
     turns as it takes.
+
+    `pairs`: the same two things with their hosts exchanged, each pair in its turn: no two copies of a host are equally
+    fast, and what is to be found is less than that.
     """
     turns: list[npt.NDArray[np.float64]] = []
     begin, narrow, added = time.monotonic(), False, (0.0, 0.0, 0.0)
     while not narrow and (len(turns) < 2 or time.monotonic() - begin < most_seconds):
-        turns.append(in_lockstep(one, other, n_tokens, first=len(turns) % 2))
+        round_, i = divmod(len(turns), len(pairs))
+        turns.append(in_lockstep(*pairs[i], n_tokens, first=round_ % 2))
         seconds = np.array(turns)
         added = added_pct(seconds[..., 0], seconds[..., 1])
         narrow = len(turns) >= _FEWEST_TURNS and added[2] - added[1] <= width_pct

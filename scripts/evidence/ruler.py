@@ -1,10 +1,10 @@
 """How fine a difference between two generations can be told: nothing, a known delay, and what watching adds.
 
-    python scripts/evidence/ruler.py           # writes docs/benchmarks/ruler.json; ten minutes
+    python scripts/evidence/ruler.py           # writes docs/benchmarks/ruler.json; 16 minutes
 
 On the demo model, three times each: a bare host beside another around the same weights (the truth is 0), one whose
-middle layer waits for a known time, and one that is watched with each shipped pack. Each is measured until its 95 %
-interval is half a per cent wide, or for a minute.
+middle layer waits for a known time, and one that is watched with each shipped pack. The two hosts exchange what they do
+from turn to turn. Each is measured until its 95 % interval is half a per cent wide, or for a minute.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ def generating(model: Any, ids: torch.Tensor) -> Side:
     return side
 
 
-def row(what: str, bare: Side, other: Side, known_ms: float | None) -> dict[str, Any]:
-    """Measure one pair of sides once."""
+def row(what: str, pairs: list[tuple[Side, Side]], known_ms: float | None) -> dict[str, Any]:
+    """Measure one thing once."""
     begin = time.perf_counter()
-    times, (value, low, high) = compared(bare, other, N_TOKENS, WIDTH_PCT, MOST_SECONDS)
+    times, (value, low, high) = compared(pairs, N_TOKENS, WIDTH_PCT, MOST_SECONDS)
     host_ms = float(torch.tensor(times[..., 0]).median()) * 1e3
     found = {
         "what": what,
@@ -91,24 +92,28 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_bundled()
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    other, rows = shared_copy(model), list[dict[str, Any]]()
-    bare, same = generating(model, ids), generating(other, ids)
-    compared(bare, same, N_TOKENS, WIDTH_PCT, 0)  # what is made at first use
+    hosts, rows = (model, shared_copy(model)), list[dict[str, Any]]()
     managers = {name: DynamicProbeManager(ROOT / "probes" / name) for name in PACKS}
 
-    def watched(name: str) -> Side:
-        def side(criteria: Any, n_tokens: int) -> None:
-            with MonitorRun(managers[name], other):
-                same(criteria, n_tokens)
+    def beside(what: Callable[[Any], AbstractContextManager[Any]]) -> list[tuple[Side, Side]]:
+        """A bare host beside one within `what(host)`, and the other way round."""
 
-        return side
+        def within(host: Any) -> Side:
+            def side(criteria: Any, n_tokens: int) -> None:
+                with what(host):
+                    generating(host, ids)(criteria, n_tokens)
 
+            return side
+
+        return [(generating(hosts[1 - i], ids), within(hosts[i])) for i in range(2)]
+
+    compared(beside(nullcontext), N_TOKENS, WIDTH_PCT, 0)  # what is made at first use
     for _ in range(N_TIMES):
-        rows.append(row("nothing", bare, same, 0.0))
-        for milliseconds in DELAYS_MS:
-            with delayed(other, milliseconds):
-                rows.append(row(f"a delay of {milliseconds} ms", bare, same, milliseconds))
-        rows += [row(name, bare, watched(name), None) for name in PACKS]
+        rows.append(row("nothing", beside(nullcontext), 0.0))
+        for ms in DELAYS_MS:
+            rows.append(row(f"a delay of {ms} ms", beside(partial(delayed, milliseconds=ms)), ms))
+        for name, manager in managers.items():
+            rows.append(row(name, beside(partial(MonitorRun, manager)), None))
         print(json.dumps(rows[-5:], indent=1), flush=True)
     found = {"width_pct": WIDTH_PCT, "rows": rows, **about(*MEASURES)}
     write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")

@@ -10,7 +10,7 @@ from conftest import make_model
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
 from probemon.monitor.lockstep import in_lockstep, shared_copy
-from probemon.monitor.overhead import added_pct, overhead
+from probemon.monitor.overhead import added_pct, compared, overhead
 
 IDS = torch.arange(5)[None]
 
@@ -97,6 +97,20 @@ def test_what_a_side_does_more_is_found_and_nothing_where_both_do_the_same():
     value, low, high = added_pct(bare, more)
     host = sorted(step for turn in bare for step in turn)[len(bare) * 7 // 2]
     assert low * 0.8 < 100 * extra / host < high * 1.2 and value > 0
+
+
+def test_hosts_exchange_what_they_do_from_turn_to_turn_and_each_begins_as_often():
+    model, begun = make_model(), []
+
+    def side(name):
+        def generate(criteria, n_tokens):
+            begun.append(name)
+            generating(model)(criteria, n_tokens)
+
+        return generate
+
+    compared([(side("a"), side("b")), (side("c"), side("d"))], 3, 1e9, 600)
+    assert "".join(begun) == "abcdbadc" * 2
 
 
 def test_it_is_measured_until_the_interval_is_narrow_or_the_time_is_up(pack, model):

@@ -382,6 +382,16 @@ def test_foretold_codes_buy_as_little_as_is_said():
     ) in page
 
 
+def test_known_delays_were_measured_as_well_as_is_said():
+    rows, page = result("ruler.json")["rows"], page_of("docs/performance.md")
+    known = [row for row in rows if "known_pct" in row]
+    n_within = sum(row["interval_pct"][0] <= row["known_pct"] <= row["interval_pct"][1] for row in known)
+    assert f"The truth lay in {n_within} of {len(known)} intervals" in page
+    assert f"at most {max(abs(row['added_pct'] - row['known_pct']) for row in known):.1f} % of a step off it" in page
+    widths = [row["interval_pct"][1] - row["interval_pct"][0] for row in rows]
+    assert min(widths) > 0.5 and f"were {min(widths):.1f} to {max(widths):.1f} % wide" in page
+
+
 def test_kept_code_buffers_gain_as_little_as_is_said():
     rows, page = result("code_buffers.json")["rows"], page_of("docs/decisions.md")
     assert all(abs(row["new_us"] - row["kept_us"]) < 0.01 * row["governance_us"] for row in rows)

@@ -142,7 +142,7 @@ def test_views_show_each_token_with_its_path(demo, manager):
         n_all = len(result.leading(i, 1_000))
         assert (f" and {n_all} more" in cut_at.get(position, "")) == (n_all > 0)
         assert ("more" in lines_at[position]) == (n_all > 3)
-    assert named > 0 and "2 leading concepts, from the root" in shown
+    assert named > 0 and "leading concepts (at most 2), from the root" in shown
     summary(plain, result, ["a closing line"])
     text = plain.export_text()
     assert "a closing line" in text and text.count(" > ") >= 1

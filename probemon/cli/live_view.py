@@ -112,7 +112,9 @@ class LiveView:
             shown.insert(0, (event, concepts))
         table = plain_table(expand=True)
         table.add_column("token", width=14, no_wrap=True)
-        table.add_column(f"leading concepts (at most {self._k}), from the root", ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            f"leading concepts (at most {self._k}), from the root", ratio=1, no_wrap=True, overflow="ellipsis"
+        )
         table.add_column("right", width=5, justify="right", style="dim")
         table.add_column("strength", width=10)
         width = self._console.width - 39  # what the other columns, gaps and the frame leave

@@ -195,6 +195,7 @@ class Watched:
                 continue
             running = self.result.aggregate(rule.probe, rule.aggregator)
             if not len(running.values):
+                lines.append((math.inf, f"--stop-on: {name} was asked of no token, since none was scored"))
                 continue
             known = ~np.isnan(running.values)  # a z-score needs some tokens to compare with
             best = int(np.argmax(np.where(known, running.values, -np.inf)))

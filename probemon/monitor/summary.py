@@ -109,7 +109,12 @@ def summarise(
 def nothing_listed(stretch: Stretch, where: str, what: str = "concept") -> str:
     """Return the sentence that says why a stretch without concepts has none; `where`: "the answer" or its like."""
     if not stretch.n_firing:
-        return f"No {what} fired at any token of {where}."
+        n_seen = stretch.stop - stretch.start - stretch.n_unseen
+        if not n_seen:
+            return f"No token of {where} was scored, so nothing is known of it."
+        return (
+            f"No {what} fired at any token of {where}, of which {n_seen:,} {'was' if n_seen == 1 else 'were'} scored."
+        )
     tokens = f"{stretch.n_firing:,} token{'s' if stretch.n_firing > 1 else ''}"
     return f"Concepts fired at {tokens} of {where}, but none exceeds its threshold for a whole sentence."
 

@@ -306,12 +306,15 @@ class Answering(StoppingCriteria):
         n, n_before = len(self._answer_ids), len(self._ids)
         result = result.before(n_before + n)
         last = result.at(0, n_before + n - 1)
+        n_withheld = 0 if self._hidden_from is None else n - self._hidden_from
         if self._hidden_from is None:
-            self._text.allow(n)
-            if result.coverage.unseen[last]:  # the host never ran it
+            unseen = bool(result.coverage.unseen[last])  # the host never ran it
+            # The last token may be the host's end, which is text with some, or where its own time was up.
+            n_withheld = int(unseen and self._hold and self._text.token_text(n - 1) != "")
+            self._text.allow(n - n_withheld)
+            if unseen and not n_withheld:
                 self._unsettled.append((result.scores, last, n - 1))
         self._flush()
-        n_withheld = 0 if self._hidden_from is None else n - self._hidden_from
         return Ending(
             self._choice,
             self._finish_reason(),

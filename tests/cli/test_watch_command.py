@@ -250,6 +250,16 @@ def test_a_rule_that_was_not_met_says_how_near_it_came(watch):
     assert any(line.startswith("and ") and line.endswith(" more of --stop-on were not met") for line in lines)
 
 
+def test_an_answer_of_which_no_token_was_scored_is_not_said_to_be_silent(watch):
+    """The one token of it is never run by the host."""
+    lines, _ = watch("--max-new-tokens", 1, "--stop-on", "whale")
+    assert "No token of the answer was scored, so nothing is known of it." in lines
+    assert "--stop-on: whale was asked of no token, since none was scored" in lines
+    lines, answer = watch("--max-new-tokens", 3, "--min-strength", 50)
+    assert answer["generated_tokens"] == 3
+    assert "No concept that is to be shown fired at any token of the answer, of which 2 were scored." in " ".join(lines)
+
+
 def test_stop_on_compares_the_running_score_that_is_asked_for(watch, whole):
     """Beside `result.aggregate` of the whole answer; without --aggregate thresholds of running scores are told of."""
     running = whole.aggregate("whale", "max")

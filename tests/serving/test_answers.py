@@ -212,6 +212,19 @@ def test_held_answer_has_a_score_for_every_token_and_the_same_text(server, serve
 
 
 @pytest.mark.parametrize("hold", [False, True])
+def test_text_whose_score_nobody_knows_is_withheld_where_the_host_ends_with_it(server, served, monkeypatch, hold):
+    """The host's end is a word of the answer here: it is never run, and with `hold` what is not scored is not shown."""
+    ids = generated(served, prompt_ids(served), max_new_tokens=12, do_sample=False)
+    at = next(i for i in range(2, 12) if ids[i] not in ids[:i] and text_of(served, ids[i : i + 1]))
+    ends = served.model.generation_config.eos_token_id
+    monkeypatch.setattr(served.model.generation_config, "eos_token_id", [ends, int(ids[at])])
+    text, tokens, _, _, summary, _ = collected(stream(server, probemon={"hold": hold}))
+    assert text == text_of(served, ids[: at if hold else at + 1])
+    assert [token["unseen"] is None for token in tokens] == [True] * at + [False] * (not hold)
+    assert summary["n_withheld"] == int(hold)
+
+
+@pytest.mark.parametrize("hold", [False, True])
 def test_an_answer_that_ends_in_the_middle_of_a_character_leaves_no_text_without_a_token(server, served, hold):
     begin_of_one = served.tokenizer("\U0001f600")["input_ids"][0]
 

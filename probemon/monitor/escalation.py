@@ -92,9 +92,15 @@ class Escalate:
         return same
 
 
-def check_judges(rules: Iterable[Rule], tokenizer: Any) -> None:
-    """Let judges that have a method `check` say whether the run of a tokenizer can ask them. Raises `ConfigError`."""
-    judges = [action.judge for rule in rules for action in rule.actions if isinstance(action, Escalate)]
-    for judge in judges:
-        if hasattr(judge, "check"):
-            judge.check(tokenizer)
+def check_judges(rules: Iterable[Rule], tokenizer: Any, keep_tokens: int | None = None) -> None:
+    """Let judges that have a method `check` say whether the run of a tokenizer can ask them. Raises `ConfigError`, also
+    where the run keeps fewer tokens than a judge is to be shown.
+    """
+    for escalate in [action for rule in rules for action in rule.actions if isinstance(action, Escalate)]:
+        if keep_tokens is not None and keep_tokens < escalate.last_tokens:
+            raise ConfigError(
+                f"a judge is to be shown last_tokens={escalate.last_tokens}, and the run keeps"
+                f" keep_tokens={keep_tokens} of them: keep as many, or show fewer"
+            )
+        if hasattr(escalate.judge, "check"):
+            escalate.judge.check(tokenizer)

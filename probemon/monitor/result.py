@@ -150,10 +150,11 @@ class Result:
     token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
     `reads`: what memories of the host read, where the run watched them (`attach(..., routing=True)`), else None.
     `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others,
-    or its weights were written to (but not by way of `.data`, which torch does not count), before it ended, or in an
-    earlier turn on the same cache, so that its tokens come from different weights; `requests`: of continuous batching,
-    by row. Padding and what follows the end of a row are not tokens. `deployment`: the sha256 of the deployment by
-    whose rules it was watched, None without one; where what is watched was changed in between, of the last.
+    or its weights were written to, before it ended, or in an earlier turn on the same cache, so that its tokens come
+    from different weights. Torch counts no writes by way of `.data`, to a model that was made in inference mode, or to
+    what lies within a quantised weight; a weight in place of another is noticed. `requests`: of continuous batching, by
+    row. Padding and what follows the end of a row are not tokens. `deployment`: the sha256 of the deployment by whose
+    rules it was watched, None without one; where what is watched was changed in between, of the last.
     `watches`: (row, position, number), from which position of a row `run.watches[number]` says what was watched.
     """
 

@@ -221,7 +221,7 @@ class MonitorRun:
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Ask these rules of generated tokens, too: see `on`."""
-        check_judges(rules, self.tokenizer)
+        check_judges(rules, self.tokenizer, self._keep_tokens)
         self._watches.add(rules, count=bool(self._publisher.tokens))
 
     def hold_to(
@@ -238,7 +238,7 @@ class MonitorRun:
         `count`: from the next token on, as a new state of `watches`; else from the first one. Raises what `update`
         does.
         """
-        check_judges(rules, self.tokenizer)
+        check_judges(rules, self.tokenizer, self._keep_tokens)
         self._watches.change(
             of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
         )
@@ -267,7 +267,7 @@ class MonitorRun:
         `NotSupportedDecoding` (a stop while beams run); what held before goes on then.
         """
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
-        check_judges(change.new_rules, self.tokenizer)
+        check_judges(change.new_rules, self.tokenizer, self._keep_tokens)
         if self._watcher.running_beams:
             check_beams(change.new_rules)
         number = change.make(self._watches)

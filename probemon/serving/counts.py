@@ -32,6 +32,11 @@ class Counts:
             self.answers[ending.finish_reason] += 1
             self.tokens.update(prompt=n_prompt_tokens, generated=ending.n_tokens, unseen=ending.n_unseen)
 
+    def failed(self) -> None:
+        """Count an answer that an error ended; what it had generated is not counted."""
+        with self._lock:
+            self.answers["error"] += 1
+
     def ended(self, outcome: str, seconds: float) -> None:
         """Count a request."""
         with self._lock:

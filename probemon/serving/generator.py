@@ -240,7 +240,11 @@ class Generator:
                     listener=job,
                     followers=[] if self._metrics is None else [self._metrics.for_request(job.id)],
                 )
-                ending = answering.run()
+                try:
+                    ending = answering.run()
+                except BaseException:
+                    self.counts.failed()
+                    raise
                 self.counts.told(len(ids), ending)
                 job.end(ending)
                 if job.cancelled:

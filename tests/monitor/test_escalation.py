@@ -1,5 +1,6 @@
 """A second opinion: a judge rules in time, or what was stated follows; it never holds a generation longer than said."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -91,6 +92,15 @@ def test_a_stop_ends_the_row_where_the_action_stop_does_and_a_pass_changes_nothi
             assert out[0].tolist() == expected and event.column == 5 + for_tokens - 1
             assert (event.verdict.ruling, event.verdict.failure, event.verdict.reason) == (ruling, "", "because")
             assert 0 < event.verdict.seconds < SLOW
+
+
+def test_a_run_that_keeps_fewer_tokens_than_a_judge_is_shown_is_refused(manager, model):
+    judge = Escalate(lambda question: "pass", SLOW, "hold", "raise", last_tokens=12)
+    with manager.attach(model, keep_tokens=11) as run:
+        with pytest.raises(ConfigError, match=r"last_tokens=12, and the run keeps keep_tokens=11"):
+            run.on("c9", above=0.0, action=judge)
+        run.on("c9", above=0.0, action=dataclasses.replace(judge, last_tokens=11))
+        model.generate(PROMPT, **GREEDY)
 
 
 def test_rows_of_a_batch_have_verdicts_of_their_own(manager, model):

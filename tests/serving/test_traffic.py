@@ -197,6 +197,8 @@ def test_answer_that_fails_while_nobody_reads_it_leaves_the_next_its_thread(serv
         eventually(lambda: running.served is served and is_idle(running), 30)
         with pytest.raises(openai.APIError, match="no more"):
             collected(failing)
+        metrics = running.ask("GET", "/metrics").content.decode()
+        assert 'probemon_answers_total{finish_reason="error"} 1' in metrics
         monkeypatch.setattr(Told, "summary", told)
         assert collected(stream(running))[3] == "length"
     finally:

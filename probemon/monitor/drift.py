@@ -8,8 +8,8 @@
 
 A request is a row of a generation, or of a document of plain forwards. Only whole ones are compared: with a token that
 was not seen, or a probe that a limit dropped, nobody knows what fired. Where a host is another than that of the
-reference, this is said, and nothing else is compared: its numbers would be of something else. The tests and their false
-alarms are in `probemon.core.drift_tests`.
+reference, this is said, and its requests are not compared: the numbers would be of something else. Those of the
+reference's host are, also where hosts take turns. The tests and their false alarms are in `probemon.core.drift_tests`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOG = logging.getLogger("probemon")
 HOST = "host"
 ALARM_KINDS = (*KINDS, HOST)
 LEAST_REQUESTS = 100  # of a reference: of fewer no rate can be told
-_INCOMPLETE_SHARE = 0.05  # of the requests: where more cannot be compared, a check warns
+_LEFT_OUT_SHARE = 0.05  # of the requests: where more cannot be compared, a check warns
 _TEXTS = 3  # of what is wrong, so many are told
 
 
@@ -105,10 +105,13 @@ class DriftMonitor:
         self._on_alarm: list[Callable[[DriftAlarm], object]] = []
         self.n_alarms = self.n_requests = self.n_incomplete = self.n_of_other_hosts = 0
         self._host: Mapping[str, str] = {}
-        self._pending: list[RequestTraits] = []
         self._lock = threading.RLock()
         self._select()
-        self._begin()
+        self._total: RequestCounts
+        self._uncounted: list[RequestTraits] = []  # not yet in the total
+        self._uncompared: list[RequestTraits] = []  # of the reference's host, since the last look
+        self._tests = None if self._compared is None else DriftTests(self._compared)
+        self._begin_counts()
 
     # -- the face ------------------------------------------------------------------------------------
 
@@ -116,9 +119,8 @@ class DriftMonitor:
     def alarms(self) -> tuple[DriftAlarm, ...]:
         """Return the alarms that hold now. One ends once no look at 1,000 requests in a row shows it."""
         with self._lock:
-            if self._host_alarm is not None:
-                return (self._host_alarm,)
-            return () if self._tests is None else tuple(map(self._alarm, self._tests.held))
+            of_host = () if self._host_alarm is None else (self._host_alarm,)
+            return of_host if self._tests is None else (*of_host, *map(self._alarm, self._tests.held))
 
     def counts(self) -> dict[str, int]:
         """Return how many alarms of each kind hold now."""
@@ -154,35 +156,44 @@ class DriftMonitor:
 
     def check(self) -> Check:
         """Return what `run.health()` says of drift."""
-        name, n = "drift", self.n_requests
-        alarms, n_left_out = self.alarms, self.n_incomplete
+        name = "drift"
+        with self._lock:
+            alarms, n, n_uncompared = self.alarms, self.n_requests, len(self._uncompared)
+            n_incomplete, n_of_others = self.n_incomplete, self.n_of_other_hosts
+        others = f"{n_of_others:,} of {n + n_of_others:,} requests were not compared: of other hosts"
+        beside = f"; {others}" if n_of_others else ""
         if alarms:
             more = f"; and {len(alarms) - _TEXTS} more" if len(alarms) > _TEXTS else ""
-            what = "; ".join(map(str, alarms[:_TEXTS])) + more
+            what = "; ".join(map(str, alarms[:_TEXTS])) + more + beside
             return Check(name, WARNING, what, "See what changed: traffic, host or probes (docs/drift.md).")
         if self.reference is None:
             what = f"{n:,} requests were counted, and there is no reference to compare them with"
             return Check(name, WARNING, what, "Calibrate the pack, or freeze these and give the file to DriftMonitor.")
-        if n_left_out > _INCOMPLETE_SHARE * (n + n_left_out):
-            what = f"{n_left_out:,} of {n + n_left_out:,} requests cannot be compared: tokens unseen, or probes dropped"
+        if n_incomplete > _LEFT_OUT_SHARE * (n + n_incomplete):
+            cannot = f"{n_incomplete:,} of {n + n_incomplete:,} requests cannot be compared"
+            what = f"{cannot}: tokens unseen, or probes dropped{beside}"
             return Check(name, WARNING, what, "See coverage: raise max_loaded_probes, and look at the other checks.")
+        if n_of_others > _LEFT_OUT_SHARE * (n + n_of_others):
+            remedy = "Give each host a DriftMonitor of its own, with a reference of its own (docs/drift.md)."
+            return Check(name, WARNING, f"{others} than the reference's", remedy)
         if n < BLOCK:
-            return Check(name, OK, f"{n:,} requests were counted, and the first look is at {BLOCK}")
-        return Check(name, OK, f"{n:,} requests are like the {self.reference.counts.n:,} of the reference")
+            return Check(name, OK, f"{n:,} requests were counted, and the first look is at {BLOCK}{beside}")
+        compared = f"{n - n_uncompared:,} requests are like the {self.reference.counts.n:,} of the reference"
+        return Check(name, OK, compared + beside)
 
     def freeze(self, path: str | Path | None = None) -> DriftReference:
-        """Return a reference of all requests that were counted, and write it to `path` where one is given.
+        """Return a reference of all requests that were counted since the host last became another, and write it to
+        `path` where one is given.
 
         Raises `CalibrationError` for fewer than 100, `ConfigError` where the file cannot be written.
         """
         with self._lock:
-            pending = [RequestCounts.of(self._pending)] if self._pending else []
-            counts = sum(pending, start=self._total)
+            counts = self._total + RequestCounts.of(self._uncounted) if self._uncounted else self._total
             host = dict(self._host)
         if counts.n < LEAST_REQUESTS:
             raise CalibrationError(
-                f"{counts.n} whole requests were counted, a reference needs {LEAST_REQUESTS} or more: with 1,000 a"
-                " doubled rate of one in five is found, with 10,000 one of one in ten"
+                f"{counts.n} whole requests were counted of this host, a reference needs {LEAST_REQUESTS} or more: with"
+                " 1,000 a doubled rate of one in five is found, with 10,000 one of one in ten"
             )
         places = {probe: place for place, probe in enumerate(self.probes.tolist())}
         scored = [at for at, probe in enumerate(self.scored.tolist()) if probe in places]
@@ -223,14 +234,14 @@ class DriftMonitor:
         with self._lock:
             if host != self._host:
                 raised += self._change_host(host)
+            self._uncounted.append(traits)
+            if len(self._uncounted) == BLOCK:
+                self._total, self._uncounted = self._total + RequestCounts.of(self._uncounted), []
             if self._host_alarm is None:
                 self.n_requests += 1
+                raised += self._compare(traits)
             else:
                 self.n_of_other_hosts += 1
-            self._pending.append(traits)
-            if len(self._pending) == BLOCK:
-                counts, self._pending = RequestCounts.of(self._pending), []
-                raised += self._add_counts(counts)
         for alarm in raised:
             LOG.warning("drift: %s", alarm)
             for action in self._on_alarm:
@@ -274,16 +285,19 @@ class DriftMonitor:
             np.asarray([number for _, number in sites], dtype=np.int64),
         )
 
-    def _begin(self) -> None:
-        """Begin anew: with the first request, and with the first of another host."""
-        self._pending = []
+    def _begin_counts(self) -> None:
+        """Count anew, for `freeze`: from the first request, and from the first of another host."""
+        self._uncounted = []
         self._total = RequestCounts.none(self._n_probes, len(self.scored), len(self.sites))
-        self._tests = None if self._compared is None else DriftTests(self._compared)
 
-    def _add_counts(self, counts: RequestCounts) -> list[DriftAlarm]:
-        self._total = self._total + counts
-        if self._tests is None or self._host_alarm is not None:
+    def _compare(self, traits: RequestTraits) -> list[DriftAlarm]:
+        """Compare a request of the reference's host; those of others may have come between."""
+        if self._tests is None:
             return []
+        self._uncompared.append(traits)
+        if len(self._uncompared) < BLOCK:
+            return []
+        counts, self._uncompared = RequestCounts.of(self._uncompared), []
         compared = counts.take(self._judged, self._judged_scored, self._judged_sites)
         raised = [self._alarm(difference) for difference in self._tests.add(compared)]
         self.n_alarms += len(raised)
@@ -291,7 +305,7 @@ class DriftMonitor:
 
     def _change_host(self, host: Mapping[str, str]) -> list[DriftAlarm]:
         self._host, self._host_alarm = host, None
-        self._begin()
+        self._begin_counts()
         differences = [] if self.reference is None else changed(self.reference.host, host)
         if not differences:
             return []

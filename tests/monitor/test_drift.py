@@ -17,6 +17,7 @@ from probemon.core.drift_reference import DriftReference
 from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.errors import CalibrationError, ConfigError
 from probemon.monitor.drift import ALARM_KINDS, DriftMonitor
+from running_server import demo_tokenizer
 
 ROWS, NEW = 50, 3
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
@@ -193,6 +194,53 @@ def test_another_host_is_said_to_be_that_and_nothing_is_compared(manager, refere
     assert drift.alarms == () and drift.report()["n_requests"] == 200
 
 
+def few_words(seed):
+    return prompts(seed, first=4, last=12)
+
+
+def test_other_traffic_is_found_where_a_tokenizer_is_given_in_turns(manager, model, reference):
+    """The reference says nothing of a tokenizer, so that its host is the same with one and without."""
+    drift = DriftMonitor(manager, reference)
+    for seed in range(100, 120):
+        health = watch(manager, model, drift, [seed], few_words, tokenizer=demo_tokenizer() if seed % 2 else None)
+    assert "base_rate" in kinds(drift) and drift.n_requests == 1000 and health.checks[-1].state == "warning"
+
+
+@pytest.mark.filterwarnings("ignore:.*this model's weights are others")
+@pytest.mark.parametrize("asked", [prompts, few_words])
+def test_hosts_in_turns_each_count_as_what_they_are(manager, model, reference, asked):
+    drift, other = DriftMonitor(manager, reference), make_model()
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.mul_(3)
+    for seed in range(100, 120):
+        watch(manager, other if seed % 2 else model, drift, [seed], asked)
+    of_host = {alarm.kind for alarm in drift.alarms if alarm.concept == ""}
+    health = watch(manager, model, drift, [120], asked)
+    [check] = [check for check in health.checks if check.name == "drift"]
+    left_out = "500 of 1,050 requests were not compared: of other hosts"
+    assert of_host == {"host"} and drift.counts()["host"] == 0 and drift.report()["n_of_other_hosts"] == 500
+    assert check.state == "warning" and left_out in check.what
+    assert ("base_rate" in kinds(drift)) == (asked is few_words)
+    alone = DriftMonitor(manager, reference)
+    watch(manager, model, alone, [*range(100, 120, 2), 120], asked)
+    assert drift.alarms == alone.alarms  # as if the other host had not been there
+    with pytest.raises(CalibrationError, match="50 whole requests were counted of this host"):
+        drift.freeze()
+
+
+def test_few_requests_of_another_host_are_said_beside_what_was_compared(manager, model, reference):
+    drift, other = DriftMonitor(manager, reference), make_model()
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.mul_(3)
+    with pytest.warns(UserWarning, match="this model's weights are others"):
+        watch(manager, other, drift, [0], lambda seed: prompts(seed, 3))
+    watch(manager, model, drift, [1], lambda seed: prompts(seed, 120))
+    check = drift.check()
+    assert check.state == "ok" and check.what == (
+        "100 requests are like the 1,000 of the reference; 3 of 123 requests were not compared: of other hosts"
+    )
+
+
 def test_requests_of_which_a_token_was_not_seen_or_a_probe_dropped_are_left_out(rare, model, reference):
     host, drift = make_model(), DriftMonitor(DynamicProbeManager(rare), reference)
     with drift_run(rare, host, drift), Blinded(host, [1]):
@@ -247,7 +295,7 @@ def test_a_reference_needs_requests_and_no_reference_is_said(manager, model, tmp
     drift = DriftMonitor(manager)
     health = watch(manager, model, drift, range(1))
     assert "there is no reference to compare them with" in health.checks[-1].what and health.ok
-    with pytest.raises(CalibrationError, match="50 whole requests were counted, a reference needs 100"):
+    with pytest.raises(CalibrationError, match="50 whole requests were counted of this host, a reference needs 100"):
         drift.freeze(tmp_path / "reference.json")
     assert not list(tmp_path.iterdir())
 

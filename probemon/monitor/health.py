@@ -83,7 +83,9 @@ def run_health(
     not_numbers: Collection[str],
     host_changed: bool,
 ) -> Health:
-    """Return the health of a run from what it knows by now. `not_numbers`: see `Scorer.not_numbers`."""
+    """Return the health of a run from what it knows by now. `not_numbers`: see `Scorer.not_numbers`. `host_changed`:
+    within a generation or a document, or an earlier turn of it.
+    """
     tokens = Counter(publisher.tokens)
     return Health(
         (
@@ -92,7 +94,7 @@ def run_health(
             _gaps(watcher.n_gaps, tokens.total()),
             _tokens(watcher, tokens, not_numbers, ended),
             _states(tokens, not_numbers),
-            _host(host_changed),
+            _host(host_changed, watcher.n_host_changes),
             _callbacks(failures),
             _sinks(publisher.sinks()),
         )
@@ -172,11 +174,16 @@ def _states(tokens: Counter[str], not_numbers: Collection[str]) -> Check:
     )
 
 
-def _host(changed: bool) -> Check:
-    if not changed:
-        return Check("host", OK, "no weights or adapters of the host are known to have changed")
-    what = "weights or adapters of the host changed while it was watched"
-    return Check("host", WARNING, what, "Scores from before and after are not of one model: attach anew for each.")
+def _host(changed: bool, n_between: int) -> Check:
+    """`n_between`: how often it was another when a generation or a document began than when the one before did."""
+    if changed:
+        what = "weights or adapters of the host changed within a generation or a document"
+        return Check("host", WARNING, what, "Its scores are not all of one model: change them between generations.")
+    if n_between:
+        times = "once" if n_between == 1 else f"{n_between:,} times"
+        what = f"weights or adapters of the host changed {times} between generations or documents"
+        return Check("host", OK, f"{what}, and within none as far as is known: not all results are of one model")
+    return Check("host", OK, "no weights or adapters of the host are known to have changed")
 
 
 def _callbacks(failures: Failures) -> Check:

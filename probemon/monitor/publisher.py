@@ -70,6 +70,7 @@ class Publisher:
         self._deliveries: list[Delivery] = []
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
+        self.host_changed = False  # within a generation, or a document, of which nothing is kept any more
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
 
     @property
@@ -118,7 +119,8 @@ class Publisher:
             self.tokens.update(scores.coverage.unseen)
             recording.add(placed, scores, reads, watch.number)
             if self._keep_tokens is not None:
-                keep_newest(self._recordings(), self._keep_tokens)
+                forgotten = keep_newest(self._recordings(), self._keep_tokens)
+                self.host_changed = self.host_changed or any(one.host_changed for one in forgotten)
         if generation is not None:
             all_seen = scores.coverage.all_seen
             generation.mark_scored(placed, all_seen=all_seen)

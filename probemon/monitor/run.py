@@ -420,7 +420,7 @@ class MonitorRun:
             self._failures,
             ended=self._entered and not self._watcher.open,
             not_numbers=self.manager.not_numbers,
-            host_changed=any(recording.host_changed for recording in list(self.recordings)),
+            host_changed=self._publisher.host_changed or any(one.host_changed for one in list(self.recordings)),
         )
         parts = (self.budget, self.breaker, None if self._requests is None else self._requests.drift)
         return health.with_checks(part.check() for part in parts if part is not None)

@@ -71,8 +71,9 @@ class Recording:
     that the next generated token starts from. `number`: which one of its run. `request`: its id in continuous batching.
     `before`: why columns before the first were not seen. `mark`, `mark_after`: what the host was when it began, and
     once it had run what is recorded. `switched`: other adapters were on in some forward. `done`: nothing more will
-    come. `n_entries` were added, the first `n_forgotten` of them dropped, all of columns before `forgotten`. `ages`:
-    when each batch in `placed` came in its process. `watches`: from which column which state of what is watched held.
+    come. `changed_before`: the host changed in what is forgotten. `n_entries` were added, the first `n_forgotten` of
+    them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in its process. `watches`:
+    from which column which state of what is watched held.
     """
 
     call: SequenceColumns
@@ -87,6 +88,7 @@ class Recording:
     mark: HostMark | None = None
     mark_after: HostMark | None = None
     switched: bool = False
+    changed_before: bool = False
     number: int = 0
     request: str = ""
     before: str = BEFORE
@@ -182,6 +184,7 @@ class Recording:
         del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces], self.reads[:pieces]
         self.n_forgotten += dropped
         if not self.placed and self.earlier is not None:  # turns before this one were forgotten first: let go of them
+            self.changed_before = self.host_changed
             self.forgotten, self.earlier = self._forgotten_before(), None
         self._n_small = min(self._n_small, len(self.placed))
         return dropped
@@ -189,10 +192,10 @@ class Recording:
     @property
     def host_changed(self) -> bool:
         """Whether the host was another at some time, or in an earlier turn of its tokens, than when it began."""
-        switched, marks, turn = self.switched, [self.mark_after], self.earlier
+        switched, marks, turn = self.switched or self.changed_before, [self.mark_after], self.earlier
         while turn is not None:
-            switched, marks = switched or turn.switched, [*marks, turn.mark, turn.mark_after]
-            turn = turn.earlier
+            switched = switched or turn.switched or turn.changed_before
+            marks, turn = [*marks, turn.mark, turn.mark_after], turn.earlier
         return switched or any(self.mark is not None and mark is not None and mark.differs(self.mark) for mark in marks)
 
     @property

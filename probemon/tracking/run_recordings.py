@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from probemon.errors import AlignmentError
-from probemon.host.changes import HostMarks
+from probemon.host.changes import HostMark, HostMarks
 from probemon.tracking.align import Ints, SequenceColumns
 from probemon.tracking.copied_caches import same_columns
 from probemon.tracking.generation import Generation
@@ -26,14 +26,17 @@ from probemon.tracking.recording import Recording
 class RunRecordings:
     """`kept`: recordings of which scores are kept, oldest first.
 
-    `documents`: numbers of the plain forwards that no generation went on from. `marks`: what the host is. Any thread
-    may call its methods.
+    `documents`: numbers of the plain forwards that no generation went on from. `marks`: what the host is.
+    `n_host_changes`: how often it was another when a recording was made than when the one before was. Any thread may
+    call its methods.
     """
 
     def __init__(self, model: Any, n_probes: int) -> None:
         self.kept: list[Recording] = []
         self.documents: set[int] = set()
         self.marks = HostMarks(model)
+        self.n_host_changes = 0
+        self._newest_mark: HostMark | None = None
         self._n_probes, self._n_made = n_probes, 0
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -46,6 +49,8 @@ class RunRecordings:
                 call, offset, self._n_probes, host=mark.state, mark=mark, number=self._n_made, **attributes
             )
             self._n_made += 1
+            self.n_host_changes += self._newest_mark is not None and mark.differs(self._newest_mark)
+            self._newest_mark = mark
             self.kept.append(recording)
         return recording
 
@@ -160,16 +165,20 @@ def _numbers(recordings: Sequence[Recording]) -> str:
     return ", ".join(numbers if len(numbers) <= 8 else [*numbers[:3], "...", *numbers[-3:]]) or "none"
 
 
-def keep_newest(recordings: list[Recording], n_tokens: int) -> None:
-    """Drop the oldest scores beyond `n_tokens`, and the recordings that ended and of which nothing is left."""
+def keep_newest(recordings: list[Recording], n_tokens: int) -> list[Recording]:
+    """Drop the oldest scores beyond `n_tokens`, and the recordings that ended and of which nothing is left: return
+    these.
+    """
     surplus = sum(recording.n_kept for recording in recordings) - n_tokens
     while surplus > 0 and any(recording.n_kept for recording in recordings):
         oldest = min(
             (recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0]
         )
-        forgotten = oldest.forget(surplus)
-        if not forgotten:
+        n_dropped = oldest.forget(surplus)
+        if not n_dropped:
             break
-        surplus -= forgotten
-    for recording in [recording for recording in recordings if recording.done and not recording.n_kept]:
+        surplus -= n_dropped
+    forgotten = [recording for recording in recordings if recording.done and not recording.n_kept]
+    for recording in forgotten:
         recordings.remove(recording)
+    return forgotten

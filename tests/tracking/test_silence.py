@@ -271,6 +271,52 @@ def test_an_adapter_that_is_switched_and_switched_back_is_told(manager, two_adap
     assert run.result(ids).host_changed
 
 
+def host_check(run):
+    [check] = [check for check in run.health().checks if check.name == "host"]
+    return check.state, check.what
+
+
+@ADAPTED
+def test_health_says_that_the_host_changed_between_generations_and_does_not_forget_that_it_did_within_one(
+    manager, two_adapters
+):
+    with torch.no_grad(), manager.attach(two_adapters, keep_tokens=8) as run:
+        for _ in range(2):
+            two_adapters.generate(input_ids=IDS, **GREEDY)
+        assert host_check(run) == ("ok", "no weights or adapters of the host are known to have changed")
+        two_adapters.set_adapter("two")
+        two_adapters.generate(input_ids=IDS, **GREEDY)
+        assert "of the host changed once between generations or documents, and within none" in host_check(run)[1]
+        two_adapters.get_base_model().model.layers[0].mlp.down_proj.weight.mul_(3)
+        two_adapters.generate(input_ids=IDS, **GREEDY)
+        two_adapters.generate(input_ids=IDS, **GREEDY)
+        state, between = host_check(run)
+        assert state == "ok" and "changed 2 times between generations" in between and not run.health().wrong
+        switch = [True]
+        run.listen(lambda placed, scores: two_adapters.set_adapter("one") if switch and switch.pop() else None)
+        switched = two_adapters.generate(input_ids=IDS, **GREEDY)
+        within = host_check(run)
+        assert within == ("warning", "weights or adapters of the host changed within a generation or a document")
+        kept = run.recordings[-1]
+        two_adapters.generate(input_ids=IDS + 1, **GREEDY)
+        assert kept not in run.recordings and host_check(run) == within
+    assert host_check(run) == within and switched.shape[0] == 1
+
+
+@ADAPTED
+def test_what_changed_in_a_turn_that_is_forgotten_stays_known_of_the_turns_after_it(manager, two_adapters):
+    with torch.no_grad(), manager.attach(two_adapters, keep_tokens=4) as run:
+        cache = DynamicCache()
+        first = two_adapters.generate(input_ids=IDS, past_key_values=cache, **GREEDY)
+        two_adapters.set_adapter("two")
+        second = torch.cat([first, IDS[:, :1]], dim=1)
+        second = two_adapters.generate(input_ids=second, past_key_values=cache, **{**GREEDY, "max_new_tokens": 9})
+        [recording] = run.recordings
+        assert recording.n_forgotten and recording.host_changed and run.result(second).host_changed
+        recording.forget(recording.n_kept)
+        assert recording.earlier is None and recording.host_changed and host_check(run)[0] == "warning"
+
+
 @ADAPTED
 def test_an_adapter_whose_scale_changes_within_a_generation_is_told(manager, two_adapters):
     """No weight is written to, and the same adapter stays on."""

@@ -11,6 +11,7 @@ one of a deployment's own requests.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from probemon.core.checks import check_path, is_int
 from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.request_counts import N_NORM_BINS, N_SCORE_BINS, RequestCounts
+from probemon.core.scores import Floats
 from probemon.core.strict_json import loads
 from probemon.errors import ConfigError
 
@@ -39,6 +41,7 @@ class DriftReference:
     - `host`: what the host was (`probemon.host.identity`)
     - `packs`: the sha256 of the weights of each pack by its name; none where it is held by the pack that it is of
     - `alert_set`: the thresholds by which concepts fire, None where the pack's have no name
+    - `alert`: these thresholds, as many as `ids`, NaN where there is none; None where it does not say
     """
 
     ids: tuple[str, ...]
@@ -48,9 +51,10 @@ class DriftReference:
     host: Mapping[str, str]
     packs: Mapping[str, str]
     alert_set: str | None
+    alert: Floats | None = None
 
     def stated(self) -> dict[str, Any]:
-        """Return all of it but concepts, sites and packs, for the manifest of a pack."""
+        """Return all of it but concepts, thresholds, sites and packs, for the manifest of a pack."""
         return {"n_requests": self.counts.n, "host": dict(self.host), "alert_set": self.alert_set}
 
     def write(self, path: str | Path) -> None:
@@ -59,6 +63,8 @@ class DriftReference:
         concepts: dict[str, dict[str, Any]] = {
             concept: {"fired": int(fired)} for concept, fired in zip(self.ids, counts.fired, strict=True)
         }
+        for concept, threshold in zip(self.ids, () if self.alert is None else self.alert.tolist(), strict=False):
+            concepts[concept]["alert"] = None if math.isnan(threshold) else threshold
         for at, place in enumerate(self.scored.tolist()):
             ends = {name: int(getattr(counts, name)[at]) for name in _TRAITS}
             concepts[self.ids[place]] |= {**ends, "highest": counts.highest[at].tolist()}
@@ -127,6 +133,9 @@ def _parsed(content: Mapping[str, Any]) -> DriftReference:
     alert_set, texts = content["alert_set"], [*content["host"].values(), *content["packs"].values()]
     if not all(isinstance(text, str) for text in texts) or not isinstance(alert_set, (str, type(None))):
         raise ValueError("what it was counted of is not said in texts")
+    alert = [math.nan if entry["alert"] is None else entry["alert"] for entry in entries if "alert" in entry]
+    if len(alert) not in (0, len(entries)) or not all(isinstance(value, float) for value in alert):
+        raise ValueError("alert thresholds are numbers, or null, of every concept or of none")
     counts = RequestCounts(n, counts.fired, counts.low, counts.high, counts.flat, counts.highest, counts.norms)
     return DriftReference(
         tuple(concepts),
@@ -136,6 +145,7 @@ def _parsed(content: Mapping[str, Any]) -> DriftReference:
         content["host"],
         content["packs"],
         alert_set,
+        np.asarray(alert, dtype=np.float32) if alert else None,
     )
 
 

@@ -15,6 +15,7 @@ reference's host are, also where hosts take turns. The tests and their false ala
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -97,7 +98,7 @@ class DriftMonitor:
         self.scored: Ints = np.flatnonzero(plan.always)
         self.sites: tuple[str, ...] = tuple(pack.sites)
         self._plan = plan
-        self.alert = pack.alert_threshold.numpy()
+        self.alert = pack.alert_threshold.numpy().copy()
         self._pack, self._concepts, self._n_probes = pack, pack.concepts, pack.n_probes
         self._host_alarm: DriftAlarm | None = None
         self._identities: weakref.WeakKeyDictionary[Any, tuple[HostMark, str, Mapping[str, str]]]
@@ -205,6 +206,7 @@ class DriftMonitor:
             host,
             _packs(self._pack),
             self._pack.alert_set,
+            self.alert[self.probes],
         )
         if path is not None:
             frozen.write(path)
@@ -376,6 +378,15 @@ def _check_reference(reference: DriftReference, pack: AnyPack) -> None:
             f"the reference is of the alert set {reference.alert_set!r}, and {pack.alert_set!r} is in force: concepts"
             " fire by other thresholds. Use that set, or freeze a reference of this one"
         )
+    if reference.alert is not None:
+        known = {concept["id"]: probe for probe, concept in enumerate(pack.concepts)}
+        for concept, then in zip(reference.ids, reference.alert.tolist(), strict=True):
+            now = float(pack.alert_threshold[known[concept]]) if concept in known else then
+            if now != then and not (math.isnan(now) and math.isnan(then)):
+                raise ConfigError(
+                    f"the reference's alert threshold of {concept} is {then:g}, and {now:g} is in force: concepts fire"
+                    " by other thresholds. Use the same ones, or freeze a reference of these"
+                )
     if reference.counts.n < LEAST_REQUESTS:
         raise ConfigError(
             f"the reference is of {reference.counts.n} requests, and of fewer than {LEAST_REQUESTS} no rate can be"

@@ -75,4 +75,5 @@ def drift_of(
     low, high, flat = (scores[:, i] for i in range(_ENDS))
     counts = RequestCounts(n, fired, low, high, flat, highest, norms)
     every: Ints = np.arange(len(ids))
-    return DriftReference(tuple(ids), every, tuple(sites), counts, stated["host"], {}, stated.get("alert_set"))
+    alert = read("alert_threshold").numpy()  # as they were written beside it
+    return DriftReference(tuple(ids), every, tuple(sites), counts, stated["host"], {}, stated.get("alert_set"), alert)

@@ -300,9 +300,32 @@ def test_a_reference_needs_requests_and_no_reference_is_said(manager, model, tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_reference_of_other_thresholds_is_refused_by_the_concept_that_differs(rare, reference, tmp_path):
+    frozen = DriftReference.read(reference)
+    assert frozen.alert.tolist() == rare.alert_threshold.tolist()
+    edited = ProbePack.open(rare.directory)
+    now, later = float(edited.alert_threshold[3]), float(np.float32(0.05))
+    DriftMonitor(DynamicProbeManager(edited), reference)
+    edited.alert_threshold[3:] = later
+    with pytest.raises(ConfigError, match=rf"of {rare.concepts[3]['id']} is {now:g}, and {later:g} is in force"):
+        DriftMonitor(DynamicProbeManager(edited), reference)
+    edited.alert_threshold[:] = rare.alert_threshold
+    edited.alert_threshold[5] = np.nan
+    with pytest.raises(ConfigError, match=rf"of {rare.concepts[5]['id']} is .*, and nan is in force"):
+        DriftMonitor(DynamicProbeManager(edited), reference)
+    content = json.loads(reference.read_text())
+    for counted in content["concepts"].values():
+        del counted["alert"]
+    (tmp_path / "silent.json").write_text(json.dumps(content))  # of an earlier version: it does not say
+    assert DriftReference.read(tmp_path / "silent.json").alert is None
+    DriftMonitor(DynamicProbeManager(edited), tmp_path / "silent.json")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda c: c["concepts"]["c3"].pop("alert"), "of every concept or of none"),
+        (lambda c: c["concepts"]["c3"].update(alert="0.5"), "alert thresholds are numbers, or null"),
         (lambda c: c.update(format="other"), "is no reference of drift"),
         (lambda c: c.update(format_version=2), "this probemon reads 1: freeze anew"),
         (lambda c: c.update(n_requests=0), "it is of no requests"),

@@ -674,6 +674,10 @@ def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp
     assert pack.drift_reference is None
     with pytest.raises(ConfigError, match="the reference is of 60 requests, and of fewer than 100"):
         DriftMonitor(DynamicProbeManager(made))
+    assert np.array_equal(frozen.alert, made.alert_threshold.numpy(), equal_nan=True) and frozen.alert[0] > 0
+    made.alert_threshold[:] = 0.05
+    with pytest.raises(ConfigError, match=r"the reference's alert threshold of .* and 0\.05 is in force"):
+        DriftMonitor(DynamicProbeManager(made))
     # What cuts a pack down, or names it anew, knows nothing of requests; a copy is the same pack.
     assert rename(made, tmp_path / "renamed", name="other").drift_reference is None
     copy = made.save_pretrained(tmp_path / "copy")

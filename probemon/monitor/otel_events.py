@@ -180,17 +180,16 @@ class _RunEvents(Follower):
     def ended(self, recording: Recording, error: BaseException | None) -> None:
         assert self._run is not None
         met, n_rules = sorted(self._met.pop(recording.number, ())), len(self._run.watches[-1].rules)
-        tokens, covered, unseen = Counter[str](), Counter[str](), Counter[str]()
+        tokens, covered, unseen = Counter[str](), Counter[str](), recording.why_unseen
         for placed, scores in list(zip(recording.placed, recording.scores, strict=False)):
             coverage = scores.coverage
             tokens["prompt" if placed.phase == PROMPT else "generated"] += len(placed)
-            unseen.update(reason for reason in coverage.unseen if reason)
             covered.update({name: int(getattr(coverage, name).sum()) for name in _COVERAGE})
         n_pairs = covered["active"] + covered["dropped"] + covered["not_reached"]
         attributes: dict[str, Any] = {
             "gen_ai.evaluation.name": "probemon.generation",
             "gen_ai.evaluation.explanation": (
-                f"{len(met)} concepts of {n_rules} rules; {unseen.total()} of {tokens.total()} tokens unseen;"
+                f"{len(met)} concepts of {n_rules} rules; {unseen.total()} of {recording.n_entries} tokens unseen;"
                 f" {covered['active']} of {n_pairs} scores known, {covered['dropped']} dropped"
             ),
             "probemon.rows": recording.call.n_rows,
@@ -207,6 +206,8 @@ class _RunEvents(Follower):
             attributes["error.type"] = type(error).__qualname__
         elif unseen:
             attributes["error.type"] = self._error_of(unseen.most_common(1)[0][0])
+        elif n_rules and not recording.n_generated:  # no token of which a rule could be asked, so none was
+            attributes["error.type"] = NOT_SCORED
         if n_rules or met:  # without a rule nothing was asked, and nothing is answered
             blind = "error.type" in attributes
             attributes["gen_ai.evaluation.score.label"] = FIRED if met else UNSEEN if blind else NOT_FIRED

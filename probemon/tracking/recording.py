@@ -9,6 +9,7 @@ recording.forget(n)                           # drops the scores of up to n of i
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,8 @@ class Recording:
     once it had run what is recorded. `switched`: other adapters were on in some forward. `done`: nothing more will
     come. `changed_before`: the host changed in what is forgotten. `n_entries` were added, the first `n_forgotten` of
     them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in its process. `watches`:
-    from which column which state of what is watched held.
+    from which column which state of what is watched held. Of all that was added, forgotten or not: `why_unseen`, why
+    tokens have no scores and how many, and `n_generated`, how many were generated.
     """
 
     call: SequenceColumns
@@ -94,6 +96,8 @@ class Recording:
     before: str = BEFORE
     done: bool = False
     n_entries: int = 0
+    n_generated: int = 0
+    why_unseen: Counter[str] = field(default_factory=Counter)
     n_forgotten: int = 0
     forgotten: int = 0
     _n_small: int = 0
@@ -110,6 +114,9 @@ class Recording:
         if not self.watches or self.watches[-1][1] != watch:
             self.watches.append((int(placed.columns.min()), watch))
         self.n_entries += len(placed)
+        self.n_generated += len(placed) if placed.phase == GENERATED else 0
+        if not scores.coverage.all_seen:
+            self.why_unseen.update(filter(None, scores.coverage.unseen))
         self.placed.append(placed)
         self.scores.append(scores)
         if reads is not None:

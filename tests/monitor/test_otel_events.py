@@ -136,6 +136,34 @@ def test_what_was_not_seen_is_no_silence(model, pack, memory):
 
 
 @pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
+@pytest.mark.parametrize("on_blind", ["record", "pass"])
+def test_what_was_not_seen_is_no_silence_once_it_is_forgotten(model, pack, memory, on_blind):
+    provider, records = memory
+    with DynamicProbeManager(pack).attach(model, on_gap=lambda gap: None, keep_tokens=2) as run:
+        run.on("c1", above=0.9999999, on_blind=on_blind)
+        run.follow(OpenTelemetryEvents(provider=provider))
+        with Blinded(model, lost={1, 2}):
+            model.generate(PROMPTS[1:], **GREEDY)
+    *events, end = (dict(one.attributes) for one in records())
+    assert len(events) == (2 if on_blind == "record" else 0)
+    assert end["probemon.tokens.forgotten"] == 8 and end["probemon.tokens.generated"] == 2
+    assert (end[LABEL], end["error.type"], end["probemon.tokens.unseen"]) == ("unseen", "alignment_gap", 2)
+    assert end["gen_ai.evaluation.explanation"].startswith("0 concepts of 1 rules; 2 of 10 tokens unseen;")
+
+
+def test_a_generation_none_of_whose_tokens_a_rule_was_asked_of_is_not_one_in_which_none_fired(model, pack, memory):
+    provider, records = memory
+    with DynamicProbeManager(pack).attach(model, keep_tokens=1) as run:
+        run.on("c1", above=0.9999999)
+        run.follow(OpenTelemetryEvents(provider=provider))
+        for n in (1, 2):
+            model.generate(PROMPTS[1:], **{**GREEDY, "max_new_tokens": n})
+    one, two = (dict(record.attributes) for record in records())
+    assert (one[LABEL], one["error.type"], one["probemon.tokens.unseen"]) == ("unseen", "not_scored", 0)
+    assert two[LABEL] == "not_fired" and "error.type" not in two and two["probemon.tokens.forgotten"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
 def test_a_state_that_is_no_number_has_an_error_of_its_own(model, pack, memory):
     provider, records = memory
     handle = model.model.layers[1].register_forward_hook(

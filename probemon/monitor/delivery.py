@@ -24,7 +24,8 @@ from probemon.monitor.sinks import Sink
 class SinkStats:
     """Tokens put into a `Delivery`; the three numbers always add up. `error`: what ended the sink, or None.
 
-    The sink has taken `n_written`; `n_dropped` found no room, or no sink any more; `n_queued` wait or are in its hands.
+    The sink has taken `n_written`; `n_dropped` found no room, or no sink any more, or were in a file that was removed
+    when the sink failed; `n_queued` wait or are in its hands.
     """
 
     n_written: int
@@ -135,6 +136,8 @@ class Delivery:
         with self._changed:
             if self._error is None:
                 self._error = error
+            if getattr(self._sink, "lost", False):
+                self._n_dropped, self._n_written = self._n_dropped + self._n_written, 0
             self._n_dropped += self._n_queued
             self._n_queued = 0
             self._queue.clear()

@@ -33,7 +33,10 @@ from probemon.errors import ConfigError, SinkFailed
 
 
 class Sink(Protocol):
-    """Receives scores. One thread calls all methods; after `open` or `write` raised it calls only `close`."""
+    """Receives scores. One thread calls all methods; after `open` or `write` raised it calls only `close`.
+
+    It may have an attribute `lost`: after an error, whether all that it had taken is gone, and so counts as dropped.
+    """
 
     def open(self, concepts: Sequence[str]) -> None:
         """Begin; called once, before anything is written. `concepts`: ids by probe number."""
@@ -109,7 +112,7 @@ class CallbackSink:
 
 
 class FileSink(ABC):
-    """A sink whose file appears whole or not at all: an error on the way removes it.
+    """A sink whose file appears whole or not at all: an error on the way removes it (`lost`).
 
     Raises `ConfigError` where `path` exists (unless `overwrite`), is a folder, or its folder does not exist. Where
     another file took the name meanwhile, `close` raises `SinkFailed`, leaves that file alone and the finished one under
@@ -119,6 +122,7 @@ class FileSink(ABC):
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         self.path = Path(path)
         self._overwrite = check_bool("overwrite", overwrite)
+        self.lost = False
         self._partial: Path | None = None
         self._writer: Any = None
         self._file: Any = None
@@ -177,6 +181,7 @@ class FileSink(ABC):
             if self._partial is not None:
                 self._partial.unlink(missing_ok=True)
                 self._partial = None
+                self.lost = True
             raise
 
     def _check_whole(self, n_bytes: int) -> None:

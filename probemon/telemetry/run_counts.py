@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class RunCounts(Follower):
         self._verdicts, self._judged = family("probemon_verdicts_total"), family("probemon_verdict_seconds_total")
         sinks = family("probemon_sink_tokens_total")
         self._sinks = {"n_written": sinks.labels("written"), "n_dropped": sinks.labels("dropped")}
-        self._sent = dict.fromkeys(self._sinks, 0)
+        self._sent: dict[str, list[int]] = {name: [] for name in self._sinks}  # of each sink
         self._audit = {name: family("probemon_audit_total").labels(label) for name, label in AUDIT_SUMS.items()}
         self._overhead, self._watched = (
             family("probemon_forward_overhead_seconds"),
@@ -175,9 +176,9 @@ class RunCounts(Follower):
             self._failures.inc(n_failures)
             stats = run.sinks
             for name, counter in self._sinks.items():
-                n = sum(getattr(one, name) for one in stats)
-                counter.inc(n - self._sent[name])
-                self._sent[name] = n
+                before, self._sent[name] = self._sent[name], [getattr(one, name) for one in stats]
+                for now, then in zip_longest(self._sent[name], before, fillvalue=0):
+                    counter.inc(max(0, now - then))  # what was written and is lost is dropped, too: no counter falls
             if run.budget is not None:
                 for name, counter in self._shed.items():
                     n = run.budget.tokens[name]

@@ -523,13 +523,28 @@ def test_what_is_put_after_the_sink_failed_is_dropped_before_close_is_called():
     delivery.close()
 
 
-def test_a_failing_file_leaves_nothing_and_its_error_is_kept(tmp_path):
+def test_a_failing_file_leaves_nothing_all_of_it_is_dropped_and_its_error_is_kept(tmp_path):
     delivery = Delivery(JsonLinesSink(tmp_path / "a"), CONCEPTS)
     for batch in (make_batches()[0][1], bad_batch(), make_batches()[0][1]):
         delivery.put(batch)
     delivery.close()
-    assert counts(delivery) == (13, 33, 0) and isinstance(delivery.stats().error, IndexError)
+    assert counts(delivery) == (0, 46, 0) and isinstance(delivery.stats().error, IndexError)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_in_a_file_that_cannot_be_finished_is_dropped_and_in_one_that_lies_elsewhere_written(kind, tmp_path):
+    sink, other = kind(tmp_path / "a"), kind(tmp_path / "b")
+    deliveries = [Delivery(one, CONCEPTS) for one in (sink, other)]
+    sink._check_whole = lambda n_bytes: 1 / 0
+    (tmp_path / "b").write_text("another file took the name meanwhile")
+    for delivery in deliveries:
+        for batch in make_batches()[0]:
+            delivery.put(batch)
+        delivery.close()
+    assert [counts(delivery) for delivery in deliveries] == [(0, 47, 0), (47, 0, 0)]
+    assert [type(delivery.stats().error) for delivery in deliveries] == [ZeroDivisionError, SinkFailed]
+    assert len(list(tmp_path.iterdir())) == 2  # the other file, and the finished one beside it
 
 
 def test_a_callback_that_ends_the_program_ends_only_its_delivery():

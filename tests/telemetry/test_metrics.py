@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from probemon.monitor.budget import Budget, Ladder
 from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.rungs import DEPTH, NAMES, OFF
-from probemon.monitor.sinks import CallbackSink, MemorySink
+from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink
 from probemon.telemetry import RoutingMonitor, Rule
 from probemon.telemetry.exposition import served
 from probemon.telemetry.metric_families import FAMILIES, SERVER, table
@@ -162,6 +163,36 @@ def test_open_runs_events_failures_and_what_sinks_took(model, pack):
     assert of(found, "probemon_sink_tokens_total", what="written") == n
     assert of(found, "probemon_sink_tokens_total", what="dropped") == n
     assert of(found, "probemon_failures_total") == run.n_failures == 1 and of(found, "probemon_runs") == 0
+
+
+def test_tokens_of_a_file_that_is_removed_are_dropped_however_many_were_written(model, pack, tmp_path):
+    """The disk is full once many are in the file, and counted as written; of another sink nothing changes."""
+    metrics, sink, full = fresh(), JsonLinesSink(tmp_path / "scores.jsonl"), threading.Event()
+    append = sink._append
+
+    def fill(batch):
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        append(batch)
+
+    sink._append = fill
+    with DynamicProbeManager(pack).attach(model, callback_errors="report") as run:
+        run.follow(metrics)
+        deliveries = [run.add_sink(sink), run.add_sink(MemorySink())]
+        for _ in range(2):
+            generate(model)
+            until = time.monotonic() + 20
+            while any(one.stats().n_queued for one in deliveries) and time.monotonic() < until:
+                time.sleep(0.01)
+        n_before = deliveries[0].stats().n_written
+        full.set()
+        generate(model)
+    found, n = read(metrics), deliveries[1].stats().n_written
+    assert n == n_before // 2 * 3 > 0
+    assert [(one.stats().n_written, one.stats().n_dropped) for one in deliveries] == [(0, n), (n, 0)]
+    assert of(found, "probemon_sink_tokens_total", what="dropped") == n
+    assert n + n_before // 2 <= of(found, "probemon_sink_tokens_total", what="written") <= n + n_before
+    assert not list(tmp_path.iterdir())
 
 
 def test_verdicts_of_judges_are_counted_with_what_became_of_those_that_failed(model, pack):

@@ -94,7 +94,7 @@ def run_health(
             _gaps(watcher.n_gaps, tokens.total()),
             _tokens(watcher, tokens, not_numbers, ended),
             _states(tokens, not_numbers),
-            _host(host_changed, watcher.n_host_changes),
+            _host(host_changed, publisher.n_host_changes),
             _callbacks(failures),
             _sinks(publisher.sinks()),
         )

@@ -20,6 +20,7 @@ from probemon.core.counted import counted
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.host.changes import HostMark
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.escalations import Escalations
@@ -71,6 +72,8 @@ class Publisher:
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
         self.host_changed = False  # within a generation, or a document, of which nothing is kept any more
+        self.n_host_changes = 0  # between two of them: when the later one began, the host was another
+        self._newest_mark: HostMark | None = None
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
 
     @property
@@ -117,6 +120,9 @@ class Publisher:
         reads = self._reads(recording, recording.n_entries, len(placed))
         with self._keeping:
             self.tokens.update(scores.coverage.unseen)
+            if recording.mark is not None and not recording.n_entries:  # it begins; an engine of its own has no marks
+                last, self._newest_mark = self._newest_mark, recording.mark
+                self.n_host_changes += last is not None and recording.mark.differs(last)
             recording.add(placed, scores, reads, watch.number)
             if self._keep_tokens is not None:
                 forgotten = keep_newest(self._recordings(), self._keep_tokens)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from probemon.errors import AlignmentError
-from probemon.host.changes import HostMark, HostMarks
+from probemon.host.changes import HostMarks
 from probemon.tracking.align import Ints, SequenceColumns
 from probemon.tracking.copied_caches import same_columns
 from probemon.tracking.generation import Generation
@@ -26,17 +26,14 @@ from probemon.tracking.recording import Recording
 class RunRecordings:
     """`kept`: recordings of which scores are kept, oldest first.
 
-    `documents`: numbers of the plain forwards that no generation went on from. `marks`: what the host is.
-    `n_host_changes`: how often it was another when a recording was made than when the one before was. Any thread may
-    call its methods.
+    `documents`: numbers of the plain forwards that no generation went on from. `marks`: what the host is. Any thread
+    may call its methods.
     """
 
     def __init__(self, model: Any, n_probes: int) -> None:
         self.kept: list[Recording] = []
         self.documents: set[int] = set()
         self.marks = HostMarks(model)
-        self.n_host_changes = 0
-        self._newest_mark: HostMark | None = None
         self._n_probes, self._n_made = n_probes, 0
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -49,8 +46,6 @@ class RunRecordings:
                 call, offset, self._n_probes, host=mark.state, mark=mark, number=self._n_made, **attributes
             )
             self._n_made += 1
-            self.n_host_changes += self._newest_mark is not None and mark.differs(self._newest_mark)
-            self._newest_mark = mark
             self.kept.append(recording)
         return recording
 

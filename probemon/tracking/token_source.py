@@ -38,10 +38,6 @@ class TokenSource(Protocol):
         """Return the recordings that are kept, oldest first."""
 
     @property
-    def n_host_changes(self) -> int:
-        """Return how often the host was another when a recording was made than when the one before was."""
-
-    @property
     def n_documents(self) -> int:
         """Return how many recordings are of no generation."""
 

@@ -109,11 +109,6 @@ class Watcher:
         return self._hooks.recordings.kept
 
     @property
-    def n_host_changes(self) -> int:
-        """Return how often the host was another when a generation or a document began than when the one before did."""
-        return self._hooks.recordings.n_host_changes
-
-    @property
     def n_documents(self) -> int:
         """Return how many documents there are of plain forwards that no generation went on from."""
         return len(self._hooks.recordings.documents)

@@ -76,7 +76,7 @@ class EngineRequests:
         self.recordings: list[Recording] = []
         self.forward_seconds: deque[float] = deque(maxlen=10_000)
         self.batch_errors: list[BaseException] = []
-        self.n_documents, self.n_host_changes, self.running_beams = 0, 0, False
+        self.n_documents, self.running_beams = 0, False
         self._n_probes, self._host = n_probes, host
         self._check, self._on_gap, self._on_end, self._observer = check, on_gap, on_end, observer or Observer()
         self._placing, self._n_made = Placing(), 0

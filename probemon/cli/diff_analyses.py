@@ -95,6 +95,7 @@ def _show(comparison: Comparison, most: int) -> None:
     listed = comparison.differing
     tested = (
         f"{counted(len(comparison.rows), 'concept')} tested, {comparison.n_never_over} never over the floor in either"
+        + (f", {comparison.n_excluded} excluded" if comparison.n_excluded else "")
     )
     if not listed:
         lowest = f"; the lowest q is {comparison.rows[0].q:.3g}" if comparison.rows else ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TABLES = ("scores", "documents", "summary", "concepts")
-COUNTED = ("active", "dropped", "not_reached", "evaluated", "released", "late", "far")
+COUNTED = ("active", "dropped", "not_reached", "evaluated", "released", "late", "excluded", "far")
 ROWS_PER_GROUP = 1 << 18
 
 
@@ -47,6 +47,7 @@ def schemas() -> dict[str, pa.Schema]:
         | {"concept": name, "level": i16, "n_tokens": i32, "max_score": f32, "max_position": i32, "mean_score": f64},
         "concepts": {"concept": text, "name": text, "level": i16, "parents": pa.list_(text), "path": pa.list_(text)}
         | {
+            "watched": pa.bool_(),
             "alert_threshold": f32,
             "precision": f64,
             "n_documents": i64,

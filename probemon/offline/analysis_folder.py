@@ -41,7 +41,7 @@ from probemon.offline.analysis_files import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT, FORMAT_VERSION = "probemon-analysis", 1
+FORMAT, FORMAT_VERSION = "probemon-analysis", 2
 MANIFEST, SHARDS = "manifest.json", "shards"
 
 

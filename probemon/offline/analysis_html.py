@@ -59,7 +59,10 @@ def _parts(analysis: Analysis) -> Iterator[Element]:
 
 def _coverage(totals: dict[str, Any]) -> Element:
     n_seen, n_pairs = totals["tokens"] - totals["unseen"], sum(totals[name] for name in _COVERAGE)
-    shares = ", ".join(f"{totals[name] / max(1, n_pairs):.1%} {name.replace('_', ' ')}" for name in _COVERAGE)
+    excluded = totals["excluded"]
+    counts = {**totals, "not_reached": totals["not_reached"] - excluded, "excluded": excluded}
+    names = [*_COVERAGE, *(["excluded"] if excluded else [])]
+    shares = ", ".join(f"{counts[name] / max(1, n_pairs):.1%} {name.replace('_', ' ')}" for name in names)
     evaluated = f"{totals['evaluated'] / max(1, n_seen):,.1f} probes evaluated a token"
     audited = Audit.of_totals(totals["audit"]) if "audit" in totals else None
     audit = f" Audit: {audited}." if audited is not None and audited.n_tokens else ""
@@ -72,7 +75,7 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     highest, threshold = np.asarray(concepts["max_score"]), np.asarray(concepts["alert_threshold"], dtype=np.float64)
     over, bare = np.flatnonzero(documents), np.isnan(threshold)
     if not len(over):
-        yield element("p", "No concept was over the floor.")
+        yield element("p", f"No concept was over the floor{_excluded(concepts['watched'].count(False))}.")
         return
     strength = strength_of(highest, threshold)
     order = over[np.lexsort((over, -strength[over], bare[over]))]  # without a threshold there is a score only
@@ -95,12 +98,17 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     ]
     heads = ["concepts, the strongest first", "documents", "tokens", "highest score", "strength there"]
     yield table(heads, rows, numbers=(1, 2, 3, 4))
-    n_never = len(documents) - len(over)
+    n_excluded = concepts["watched"].count(False)
+    n_never = len(documents) - len(over) - n_excluded
     left = (
         f"{len(over) - len(rows):,} more were over the floor (those among them that are in no more documents than one"
-        f" below them), {n_never:,} never: analysis.concepts() has all."
+        f" below them), {n_never:,} never{_excluded(n_excluded)}: analysis.concepts() has all."
     )
     yield element("p", left, kind="dim")
+
+
+def _excluded(n: int) -> str:
+    return f"; {n:,} were excluded, and nothing is known of them" if n else ""
 
 
 def _compared(comparison: Comparison) -> Iterator[Element]:
@@ -113,7 +121,8 @@ def _compared(comparison: Comparison) -> Iterator[Element]:
     yield element(
         "p",
         f"{len(differing):,} of {len(comparison.rows):,} concepts differ in their share of {what}, with a"
-        f" false-discovery rate of at most {comparison.fdr:g}; {comparison.n_never_over:,} were over it in neither.",
+        f" false-discovery rate of at most {comparison.fdr:g}; {comparison.n_never_over:,} were over it in neither"
+        f"{_excluded(comparison.n_excluded)}.",
     )
     if not differing:
         return

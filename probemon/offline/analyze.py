@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from probemon.core.checks import check_bool, check_number, is_int, shown
+from probemon.core.hierarchy import Mask
 from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import Audit
 from probemon.engine.scorer import Scorer
@@ -87,7 +88,7 @@ def analyze(
     check_apart(documents, out)
     corpus = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
     check_bool("resume", resume)
-    table = Tables(manager.pack, floor, keep_text)
+    table = Tables(manager.pack, floor, keep_text, manager.plan.watched)
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict, floor=table.lowest)
     analysis = _begin(out, scorer, table, resume)
     with analysis.locked(rank, world_size):
@@ -233,9 +234,11 @@ def environment() -> dict[str, Any]:
 
 
 class Tables:
-    """Makes the tables of scored shards, for a pack and a floor. Raises `ConfigError` for the floor."""
+    """Makes the tables of scored shards, for a pack, of which all is watched or this part `[P]`, and a floor. Raises
+    `ConfigError` for the floor.
+    """
 
-    def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool) -> None:
+    def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool, watched: Mask | None = None) -> None:
         if not isinstance(floor, str) or floor != "fired":
             remedy = (
                 "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the"
@@ -250,6 +253,7 @@ class Tables:
                 )
         self.pack, self.floor, self.keep_text = pack, floor, check_bool("keep_text", keep_text)
         self.lowest = None if isinstance(floor, str) else float(floor)
+        self._watched = np.ones(pack.n_probes, dtype=bool) if watched is None else watched
         self._concepts = [concept["id"] for concept in pack.concepts]
 
     def of(self, scored: ScoredShard) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -376,6 +380,7 @@ class Tables:
             "level": self.pack.tree.level,
             "parents": [c["parents"] for c in concepts],
             "path": [self.pack.path(i) for i in range(p)],
+            "watched": self._watched,
             "alert_threshold": self.pack.alert_threshold.numpy(),
             "precision": [None if math.isnan(share) else share for share in map(self.pack.precision, range(p))],
             "n_documents": np.bincount(concept, minlength=p),

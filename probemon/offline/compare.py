@@ -76,7 +76,7 @@ class ConceptDifference:
 class Comparison:
     """All concepts that were over the floor in either corpus, by q, then the largest effect.
 
-    `n_never_over` were over it in neither, and are not tested.
+    `n_never_over` were over it in neither, and are not tested; `n_excluded` were not watched.
     """
 
     a: Corpus
@@ -88,6 +88,7 @@ class Comparison:
     confidence: float
     seed: int
     n_never_over: int
+    n_excluded: int
     rows: tuple[ConceptDifference, ...]
 
     @property
@@ -233,7 +234,8 @@ def compare(
         "p": p,
         "q": benjamini_hochberg(p),
     }
-    concepts = a.concepts().select(["concept", "name", "path", "level", "parents"]).to_pylist()
+    concepts = a.concepts().select(["concept", "name", "path", "level", "parents", "watched"]).to_pylist()
+    n_excluded = sum(not concept["watched"] for concept in concepts)
     n_a, n_b = (np.diff(sample.ptr) for sample in samples)
     rows = []
     for i, c in enumerate(tested):
@@ -266,7 +268,8 @@ def compare(
         resamples,
         confidence,
         seed,
-        len(concepts) - len(tested),
+        len(concepts) - len(tested) - n_excluded,
+        n_excluded,
         tuple(rows),
     )
 

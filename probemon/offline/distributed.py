@@ -159,7 +159,7 @@ class _Worker:
             else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
         )
         manager = Scorer(job.opened(), device=job.device, **settings)
-        tables = Tables(manager.pack, job.floor, job.keep_text)
+        tables = Tables(manager.pack, job.floor, job.keep_text, manager.plan.watched)
         self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict, floor=tables.lowest)
         self._tables = tables
         self._analysis = Analysis.begin(out, identity(self._scorer, self._tables), environment(), resume=True)

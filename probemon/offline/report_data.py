@@ -22,7 +22,7 @@ from probemon.offline.analysis_folder import Analysis
 
 BINS = 100  # columns of the concepts over the documents
 BEST = 3  # concepts named beside a document
-_PER_DOCUMENT = ("active", "evaluated", "dropped", "not_reached", "far")
+_PER_DOCUMENT = ("active", "evaluated", "dropped", "not_reached", "excluded", "far")
 _TOTALS = ("documents", "bad_documents", "tokens", "unseen", "rows", *_PER_DOCUMENT)
 
 
@@ -125,6 +125,7 @@ class ReportData:
                 "documents": concepts["n_documents"],
                 "tokens": concepts["n_tokens"],
                 "highest": [round(x, 6) for x in concepts["max_score"]],
+                "excluded": [c for c, watched in enumerate(concepts["watched"]) if not watched],
                 "sum": [round(x, 4) for x in concepts["score_sum"]],
             },
             "documents": {

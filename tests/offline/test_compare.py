@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
-from probemon.cli.diff_analyses import diff
+from probemon.cli.diff_analyses import _show, diff
 from probemon.core.intervals import lower_bound, mean_interval
 from probemon.errors import ConfigError
 from probemon.offline.analysis_files import COUNTED, schemas
@@ -93,6 +93,7 @@ def write(path, seen, counts, bad=(), far=0, **changes):
             "level": [len(path_of(i)) - 1 for i in range(len(ids))],
             "parents": [[ids[p] for p in parents] for parents in PARENTS],
             "path": [path_of(i) for i in range(len(ids))],
+            "watched": [True] * len(ids),
             "alert_threshold": [0.5] * len(ids),
             "precision": [None] * len(ids),
             "n_documents": (counts > 0).sum(axis=0),
@@ -476,6 +477,24 @@ def test_of_real_analyses_the_shares_are_those_of_their_rows(model, pack, tmp_pa
         )
         assert row.cliffs_delta == sign_of_pairs(x, y) / 108 and row.path == tuple(pack.path(pack.find(row.concept)))
     assert (found.a.n_bad, found.b.n_documents) == (1, 9) and found.a.n_dropped == made[0].manifest["totals"]["dropped"]
+
+
+def test_concepts_that_were_excluded_are_not_said_to_be_nowhere(model, pack, tmp_path, capsys):
+    manager, alike = DynamicProbeManager(pack, exclude=["c0"]), DynamicProbeManager(pack)
+    n = manager.plan.n_excluded
+    one, other = (
+        analyze(manager, model, make_tokenizer(), random_texts(6, seed=seed), tmp_path / str(seed)) for seed in (0, 1)
+    )
+    found = compare(one, other, resamples=39)
+    assert len(found.rows) + found.n_never_over == pack.n_probes - n < pack.n_probes and found.n_excluded == n
+    assert found.stated()["n_excluded"] == n
+    told = f"{found.n_never_over} never over the floor in either, {n} excluded"
+    _show(found, 3)
+    assert told in capsys.readouterr().out
+    assert f"{found.n_never_over} were over it in neither; {n} were excluded" in read(found._repr_html_()).text
+    whole = analyze(alike, model, make_tokenizer(), random_texts(6), tmp_path / "whole")
+    with pytest.raises(ConfigError, match=r"cascade\.exclude is \['c0'\] and \[\]"):
+        compare(one, whole, resamples=39)
 
 
 # -- what cannot be compared ---------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from conftest import LAYERS, make_model, make_pack, n_hooks
 from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 from probemon import DynamicProbeManager
+from probemon.cli.analyze import _show as shown
 from probemon.engine.audit import Audit
 from probemon.engine.choice import Choice
 from probemon.errors import ConfigError, HostMismatch, SinkFailed
@@ -34,7 +35,9 @@ from probemon.offline.analyze import analyze, kernel_of
 from probemon.offline.corpus import CorpusScorer, score_documents
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, Tokens, Window, batches, cut, encode, shards
+from probemon.packs.group import PackGroup
 from probemon.packs.pack import ProbePack
+from static_page import read
 
 SMALL = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
 PROGRAM = Path(__file__).parents[1] / "programs" / "analyze_corpus.py"
@@ -224,6 +227,25 @@ def test_tables_follow_from_the_scores(model, manager, tokenizer, tmp_path):
         "unseen": 0,
         "rows": len(found["scores"]["score"]),
     } | {name: sum(told[name]) for name in COUNTED}
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_what_nobody_wants_watched_is_counted_as_that(model, pack, tokenizer, tmp_path, capsys, group):
+    watched = PackGroup({"one": pack, "two": pack}) if group else pack
+    manager = DynamicProbeManager(watched, exclude=["one:c0" if group else "c0"])
+    n, seen = manager.plan.n_excluded, ~np.asarray(manager.plan.watched)
+    assert 0 < n == seen.sum() < watched.n_probes
+    out = analyze(manager, model, tokenizer, random_texts(5), tmp_path / "out")
+    found, totals = tables(tmp_path / "out")
+    assert found["documents"]["excluded"] == [n * tokens for tokens in found["documents"]["n_tokens"]]
+    assert totals["excluded"] == n * totals["tokens"] > 0
+    assert [not watched for watched in found["concepts"]["watched"]] == seen.tolist()
+    shown(out)
+    assert f", {n} excluded" in capsys.readouterr().out
+    share, text = n / watched.n_probes, read(out._repr_html_()).text
+    unreached = (totals["not_reached"] - totals["excluded"]) / (watched.n_probes * totals["tokens"])
+    assert f"{unreached:.1%} not reached" in text and f"{share:.1%} excluded;" in text
+    assert f"never; {n} were excluded, and nothing is known of them:" in text
 
 
 def test_offline_is_online(model, manager, tokenizer):

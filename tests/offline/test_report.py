@@ -157,6 +157,41 @@ def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables)
 
 
 @in_browser
+def test_what_was_excluded_is_told_and_is_not_listed_as_never_over_the_floor(browser, model, pack, tmp_path):
+    manager = DynamicProbeManager(pack, exclude=["c0"])
+    n_excluded = manager.plan.n_excluded
+    assert 0 < n_excluded < 40
+    found = analyze(manager, model, make_tokenizer(), random_texts(8), tmp_path / "out", floor=0.5)
+    page, totals = browser.open(write_report(found)), found.manifest["totals"]
+    seen = totals["tokens"]
+    assert totals["unseen"] == 0 and totals["excluded"] == n_excluded * seen
+    assert texts_of(page, "#coverage td.number") == [
+        f"{n / seen:.1f} a token"
+        for n in (
+            totals["active"],
+            totals["dropped"],
+            totals["not_reached"] - totals["excluded"],
+            totals["excluded"],
+            totals["evaluated"],
+        )
+    ]
+    assert f"of 40 in the pack, {n_excluded} of them excluded" in page("document.querySelector('#figures').textContent")
+    page.go("#view=concepts")
+    excluded = {row["name"] for row in found.concepts().to_pylist() if not row["watched"]}
+    listed = set(texts_of(page, "#concept-rows .name"))
+    assert len(listed) == 40 - n_excluded and not listed & excluded
+    assert page("document.getElementById('concept-count').textContent") == (
+        f"{40 - n_excluded} of 40 concepts; {n_excluded} are excluded and not listed"
+    )
+    page.go("#view=hierarchy")
+    assert f"{n_excluded} more are excluded" in page("document.getElementById('undrawn').textContent")
+    page.go("#view=documents&concept=c0")
+    assert "excluded: nothing is known of it" in page("document.getElementById('restriction').textContent")
+    page.go("#doc=0")
+    assert f"({n_excluded}.0 of them excluded)" in page("document.body.textContent")
+
+
+@in_browser
 def test_concepts_and_their_cells_are_those_of_the_tables(browser, made, tables):
     page = browser.open(made, "#view=concepts")
     seen = sum(row["n_tokens"] - row["n_unseen"] for row in tables["documents"])

@@ -52,6 +52,7 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
                     0,
                     0,
                     0,
+                    0,
                     text,
                 )
             )
@@ -78,6 +79,7 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
                 levels[c],
                 parents,
                 paths[c],
+                True,
                 threshold,
                 None,
                 len(mine[c]),

@@ -15,7 +15,7 @@ const nConcepts = concepts.id.length, nDocuments = documents.id.length;
 const seen = documents.tokens.map((n, d) => n - documents.unseen[d]);
 const allSeen = totals.tokens - totals.unseen;
 const byId = new Map(concepts.id.map((id, c) => [id, c]));
-const embedded = new Set(documents.texts);
+const embedded = new Set(documents.texts), excluded = new Set(concepts.excluded);
 const VIEWS = ["overview", "hierarchy", "concepts", "documents"];
 const PAGE = 50, MARKED = 12, LEAD = 24;
 
@@ -136,7 +136,7 @@ function drawOverview() {
   $("figures").replaceChildren(
     figure(totals.documents, "documents", totals.bad_documents ? `${count(totals.bad_documents)} of them could not be scored` : "all of them scored"),
     figure(totals.tokens, "tokens", totals.unseen ? `${count(totals.unseen)} of them unseen: their hidden state, or a score of theirs, was not a number` : "all of them seen"),
-    figure(concepts.documents.filter((n) => n).length, "concepts over the floor", `of ${count(nConcepts)} in the pack`),
+    figure(concepts.documents.filter((n) => n).length, "concepts over the floor", `of ${count(nConcepts)} in the pack${excluded.size ? `, ${count(excluded.size)} of them excluded: nothing is known of these` : ""}`),
     figure(totals.rows, "scores over the floor", aToken(totals.rows)));
   $("caution").textContent = [
     data.floor === "fired" ? "The floor is each concept's own alert threshold." : `The floor is a score of ${data.floor}, the same for every concept, whatever its alert threshold.`,
@@ -167,16 +167,18 @@ function drawCoverage() {
   const parts = [
     ["active", "s5", "active: scored by the cascade and kept in view"], ["dropped", "dropped", "dropped: a limit kept them out"],
     ["not_reached", "unreached", "not reached: the descent ended above them"],
+    ...(totals.excluded ? [["excluded", "excluded", "excluded: nobody wanted them watched"]] : []),
   ];
+  const counts = { ...totals, not_reached: totals.not_reached - totals.excluded }; // which they count as, too
   const all = totals.active + totals.dropped + totals.not_reached || 1;
   const bars = parts.map(([name, kind]) => {
     const bar = el("span", { class: kind });
-    bar.style.width = `${100 * totals[name] / all}%`;
+    bar.style.width = `${100 * counts[name] / all}%`;
     return bar;
   });
-  const rows = parts.map(([name, kind, text]) => [td(el("span", { class: `key ${kind}` }), text), right("", aToken(totals[name]))]);
+  const rows = parts.map(([name, kind, text]) => [td(el("span", { class: `key ${kind}` }), text), right("", aToken(counts[name]))]);
   $("coverage").replaceChildren(
-    el("div", { class: "stack", role: "img", "aria-label": "active, dropped and not reached" }, bars),
+    el("div", { class: "stack", role: "img", "aria-label": `active, dropped${totals.excluded ? ", not reached and excluded" : " and not reached"}` }, bars),
     table("plain", [...rows, [td("evaluated: probes whose score was computed"), right("", aToken(totals.evaluated))]]),
     dim("p", `Of ${count(nConcepts)} probes at each of ${plural(allSeen, "token")} seen.`),
     data.audit && el("p", {}, `Audit (all probes at a sample of tokens): ${data.audit}.`));
@@ -238,9 +240,10 @@ function drawHierarchy() {
   legend($("shade-legend"), scale);
   const line = [null, ...(root === null ? [] : path(root))], crumb = (c) => el("bdi", {}, nameOf(c));
   $("crumbs").replaceChildren(...line.map((c) => c === root ? el("b", {}, crumb(c)) : link({ view: "hierarchy", root: c }, crumb(c))));
-  const idle = weight.filter((n) => !n).length;
+  const idle = weight.filter((n, c) => !n && !excluded.has(c)).length;
   $("undrawn").textContent = !cells.length ? "No concept was over the floor, so there is nothing to draw."
-    : idle ? `${plural(idle, "concept")} not drawn: neither they nor anything below them was over the floor.` : "";
+    : (idle ? `${plural(idle, "concept")} not drawn: neither they nor anything below them was over the floor.` : "") +
+      (excluded.size ? ` ${count(excluded.size)} more are excluded: nothing is known of them.` : "");
   drawNode(root, root === null ? roots : below[root]);
 }
 
@@ -261,7 +264,7 @@ function facts(c) {
   return [
     inWords(path(c)),
     `${concepts.id[c]}, level ${concepts.level[c]}`,
-    `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})`,
+    excluded.has(c) ? "excluded: nothing is known of it" : `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})`,
     `${concepts.documents[c] ? `highest ${over(c, concepts.highest[c])}, ` : ""}mean over all tokens ${mean(c).toFixed(4)}`,
     `${plural(weight[c], "token")} with all placed below it, added up`,
     ...(others.length ? [`placed under its first parent; also below ${others.map((a) => concepts.name[a]).join(", ")}`] : []),
@@ -304,10 +307,10 @@ function binName(b) {
   return first === last ? idOf(first) : `documents ${count(first)} to ${count(last)}`;
 }
 
-/** Concepts with these characters in their id or their path. */
+/** Concepts with these characters in their id or their path, but for those that are excluded. */
 function matching(q) {
   const low = q.toLowerCase(), names = concepts.name.map((name) => name.toLowerCase().includes(low));
-  return [...concepts.id.keys()].filter((c) => concepts.id[c].toLowerCase().includes(low) || path(c).some((a) => names[a]));
+  return [...concepts.id.keys()].filter((c) => !excluded.has(c) && (concepts.id[c].toLowerCase().includes(low) || path(c).some((a) => names[a])));
 }
 
 function drawConcepts() {
@@ -315,7 +318,7 @@ function drawConcepts() {
   const byName = (a, b) => concepts.name[a] < concepts.name[b] ? -1 : concepts.name[a] > concepts.name[b] ? 1 : a - b;
   found.sort(sort === "name" ? byName : (a, b) => ORDERS[sort](b) - ORDERS[sort](a) || concepts.tokens[b] - concepts.tokens[a] || byName(a, b));
   if (document.activeElement !== $("concept-query")) $("concept-query").value = place.q;
-  $("concept-count").textContent = `${count(found.length)} of ${plural(nConcepts, "concept")}`;
+  $("concept-count").textContent = `${count(found.length)} of ${plural(nConcepts, "concept")}${excluded.size ? `; ${count(excluded.size)} are excluded and not listed` : ""}`;
   const least = Math.floor(nDocuments / nBins), most = Math.ceil(nDocuments / nBins);
   $("bins").textContent = !nDocuments ? "" : `A cell is ${least === most ? "" : `${count(least)} or `}${plural(most, "document")}; hatched: nothing was seen there. ` +
     "Click it for its documents. Mean: over all tokens seen, an inactive probe counting as 0.";
@@ -482,7 +485,7 @@ function factsOf(d) {
   const each = (name) => seen[d] ? (documents[name][d] / seen[d]).toFixed(1) : 0;
   if (d in documents.reasons) return `Document ${count(d)} of the input.`;
   return `Document ${count(d)} of the input: ${plural(documents.tokens[d], "token")}, ${documents.unseen[d] ? `${count(documents.unseen[d])} of them unseen` : "all seen"}; ` +
-    `${documents.far[d] ? `${count(documents.far[d])} unlike the text that the pack was calibrated on; ` : ""}${plural(documents.rows[d], "score")} over the floor. A token: ${each("active")} probes active, ${each("dropped")} dropped, ${each("not_reached")} not reached, ${each("evaluated")} evaluated.`;
+    `${documents.far[d] ? `${count(documents.far[d])} unlike the text that the pack was calibrated on; ` : ""}${plural(documents.rows[d], "score")} over the floor. A token: ${each("active")} probes active, ${each("dropped")} dropped, ${each("not_reached")} not reached${totals.excluded ? ` (${each("excluded")} of them excluded)` : ""}, ${each("evaluated")} evaluated.`;
 }
 
 /** Why a document is not shown as others are, and what helps. */

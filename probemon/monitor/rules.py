@@ -196,4 +196,5 @@ def check_above(aggregator: Aggregator, above: object, most: float) -> float:
 
 def _set_of(pack: AnyPack, probe: int) -> str | None:
     """Return the name of the set of alert thresholds that is in force in a probe's pack."""
-    return pack.pack_of(probe).alert_set if isinstance(pack, PackGroup) else pack.alert_set
+    of_all = pack.alert_set
+    return pack.pack_of(probe).alert_set if of_all and isinstance(pack, PackGroup) else of_all

@@ -44,13 +44,18 @@ def quality_of(pack: ProbePack) -> dict[str, Any]:
     in force.
     """
     quality = dict(pack.manifest.get("quality") or {})
-    if pack.alert_set == pack.manifest.get("alert_set"):
+    if not _of_another(pack):
         return quality
     quality = without_thresholds(quality)
     quality.pop("expansion", None)
     if quality.get("alerts"):
         quality["alerts"] = {name: rates for name, rates in quality["alerts"].items() if name != "each"}
     return quality
+
+
+def _of_another(pack: ProbePack) -> bool:
+    """Whether other alert thresholds are in force than those of which the pack's files speak."""
+    return pack.edited or pack.alert_set != pack.manifest.get("alert_set")
 
 
 def without_thresholds(quality: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def concepts_of(
     """Return the lines of some `probes` (all), without what is said of thresholds that are not in force: those of the
     `recalibrated` are new, and so are all of a set that the pack does not recommend.
     """
-    of_another = pack.alert_set != pack.manifest.get("alert_set")
+    of_another = _of_another(pack)
     return [
         {
             key: value

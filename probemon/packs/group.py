@@ -12,6 +12,7 @@ thresholds, score rule and recommendations.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from probemon.errors import ConfigError
 from probemon.packs.manifest import HERE, SO_FAR
 from probemon.packs.pack import ProbePack
 from probemon.packs.pack_html import packs_html
+from probemon.packs.tensors import Noted
 
 _QUALIFIES = ":"
 
@@ -70,6 +72,7 @@ class PackGroup:
         self.numbers = [np.flatnonzero(self._pack_of == i) for i in range(len(members))]
         self.tree = _union([pack.tree for pack in members], self.numbers)
         self.alert_threshold = self._laid_out([pack.alert_threshold for pack in members])
+        self._as_laid_out = Noted(self.alert_threshold)
         self.expand_threshold = self._laid_out([pack.expand_threshold for pack in members])
         self.concepts, bare = [], []
         for i, own in zip(self._pack_of.tolist(), self._own.tolist(), strict=True):
@@ -89,8 +92,10 @@ class PackGroup:
     @property
     def alert_set(self) -> str | None:
         """The name of the set of alert thresholds that every pack has in force, or "pack: name, ..."; None where none
-        has a name.
+        has a name, or the group's own `alert_threshold` was written to.
         """
+        if self._as_laid_out.changed(self.alert_threshold):
+            return None
         names = {name: pack.alert_set for name, pack in self.packs.items()}
         if len(set(names.values())) == 1:
             return next(iter(names.values()))
@@ -160,7 +165,7 @@ class PackGroup:
         """Return what the concept's own pack says: see `ProbePack.precision`."""
         probe = check_count("probe", probe, most=self.n_probes - 1)
         own = int(self._own[probe])
-        return self.pack_of(probe).precision(own)
+        return math.nan if self._as_laid_out.changed(self.alert_threshold) else self.pack_of(probe).precision(own)
 
     def weight_bytes(self) -> int:
         """Return the bytes of all weights of all packs."""

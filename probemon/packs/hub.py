@@ -101,7 +101,12 @@ def find(
 
 
 def _check_set(pack: OpenedPack) -> None:
-    """Raise `ConfigError` where another alert set is in force than the files, which are copied, recommend."""
+    """Raise `ConfigError` where other alert thresholds are in force than the files, which are copied, recommend."""
+    if pack.edited:
+        raise ConfigError(
+            f"the alert thresholds of {pack.name} were written to since it was opened, and its files, which are copied,"
+            " have those from before: write a pack with the new ones with probemon.packs.edit.rename"
+        )
     recommended = pack.manifest.get("alert_set")
     if pack.alert_set != recommended:
         raise ConfigError(

@@ -57,6 +57,7 @@ from probemon.packs.tensors import (
     THRESHOLDS,
     VECTORS,
     aggregator_names,
+    Noted,
     alert_set_names,
     check_dtypes,
     check_golden,
@@ -88,8 +89,8 @@ class OpenedPack:
     - `aggregated`: names, as `str()` gives them, of the aggregators with alert thresholds of their own
       (`thresholds_for`)
     - `counted`: names of the aggregators whose running scores were counted on calibration text (`score_counts`)
-    - `alert_set`: the name of the set that `alert_threshold` is, or None; `alert_sets`: the names of all there are
-      (`with_alert_set`)
+    - `alert_set`: the name of the set that `alert_threshold` is, or None, also where it was written to (`edited`);
+      `alert_sets`: the names of all there are (`with_alert_set`)
     - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
     - `golden_hidden [G, S, D]`, `golden_scores [G, P]`, or None; `golden_error`: found by `verify`
     - `input_limit [P]` fp64: the largest value of an input with which no sum of the probe can overflow fp32, NaN until
@@ -137,12 +138,14 @@ class OpenedPack:
             name: tensors.read(AGGREGATED + name) for name in self.aggregated
         }
         self.counted = counted_names(described, self.n_probes, where)
-        self.alert_set: str | None = manifest.get("alert_set")
+        self._alert_set: str | None = manifest.get("alert_set")
         self._alert_sets = {
             name: tensors.read(ALERT_SET + name) for name in alert_set_names(described, self.n_probes, where)
         }
-        if self.alert_set is not None:
-            self._alert_sets = {self.alert_set: self.alert_threshold, **self._alert_sets}
+        if self._alert_set is not None:
+            self._alert_sets = {self._alert_set: self.alert_threshold, **self._alert_sets}
+        self._as_stated: dict[str | None, Noted] = {self._alert_set: Noted(self.alert_threshold)}
+        self._as_stated.update((name, Noted(thresholds)) for name, thresholds in self._alert_sets.items())
         self.familiar = familiar_of(described, tensors.read, len(self.inputs), self.architecture.hidden_size, where)
         self._holds_drift = check_drift(manifest, described, self.n_probes, len(self.sites), where)
         self.golden_error: float | None = None
@@ -171,7 +174,7 @@ class OpenedPack:
         for name, tensor in {"input": self.input_index, **thresholds}.items():
             if tuple(tensor.shape) != (n,):
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
-        further = {ALERT_SET + name: tensor for name, tensor in self._alert_sets.items() if name != self.alert_set}
+        further = {ALERT_SET + name: tensor for name, tensor in self._alert_sets.items() if name != self._alert_set}
         for name, tensor in {**thresholds, **self._aggregated, **further}.items():
             wrong = first_wrong_threshold(name, tensor)
             if wrong is not None:
@@ -278,7 +281,7 @@ class OpenedPack:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickled, a pack is opened again from its directory, which must hold the same one."""
-        return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest, self.alert_set)
+        return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest, self._alert_set)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -489,21 +492,39 @@ class OpenedPack:
         return counts
 
     @property
+    def edited(self) -> bool:
+        """Whether the alert thresholds in force were written to since the pack was opened: then they are of no set, and
+        nobody knows how often what fires is right.
+        """
+        return self._as_stated[self._alert_set].changed(self.alert_threshold)
+
+    @property
+    def alert_set(self) -> str | None:
+        """The name of the set of alert thresholds in force; None where it has none, or they were `edited`."""
+        return None if self.edited else self._alert_set
+
+    @property
     def alert_sets(self) -> tuple[str, ...]:
         """The names of the sets of alert thresholds that the pack has, the one it recommends first."""
         return tuple(self._alert_sets)
 
     def other_alert_sets(self) -> dict[str, Tensor]:
-        """Return the thresholds `[P]` of the sets that are not in force, by name."""
-        return {name: thresholds for name, thresholds in self._alert_sets.items() if name != self.alert_set}
+        """Return the thresholds `[P]` of the sets that are not in force, by name, but for those that were written to.
+        There are none beside thresholds that were `edited`.
+        """
+        return {
+            name: thresholds
+            for name, thresholds in self._alert_sets.items()
+            if name != self._alert_set and not (self.edited or self._as_stated[name].changed(thresholds))
+        }
 
     def precision(self, probe: int) -> float:
         """Return the share of a concept's fires that were right where the set in force was calibrated, NaN where the
-        pack does not say.
+        pack does not say, or its thresholds were `edited`.
         """
         probe = check_count("probe", probe, most=self.n_probes - 1)
         stated = self.concepts[probe].get("precision")
-        value: Any = stated.get(self.alert_set) if isinstance(stated, dict) else None
+        value: Any = stated.get(self.alert_set) if isinstance(stated, dict) and not self.edited else None
         return float(value) if is_number(value) else math.nan
 
     def with_alert_set(self, name: str) -> Self:
@@ -512,16 +533,20 @@ class OpenedPack:
         Thresholds for running scores go, and so do expand thresholds that were calibrated, since they were for what
         fired by the other set: of bounding probes these are made anew, and what else has children beside those opens
         always. Raises `ConfigError` where there is
-        no such set.
+        no such set, or it was written to.
         """
         if name == self.alert_set:
             return self
         if name not in self._alert_sets:
             known = ", ".join(self._alert_sets) or "none that has a name"
             raise ConfigError(f"{self.name} has no set of alert thresholds {name!r:.80}: it has {known}")
+        if self._as_stated[name].changed(self._alert_sets[name]):
+            raise ConfigError(
+                f"the alert thresholds {name!r} of {self.name} were written to since it was opened: open it again"
+            )
         other = type(self).__new__(type(self))  # copy.copy would open the files again
         vars(other).update(vars(self))
-        other.alert_set, other.alert_threshold = name, self._alert_sets[name]
+        other._alert_set, other.alert_threshold = name, self._alert_sets[name]
         is_recommended = name == self.manifest.get("alert_set")
         other._aggregated = self._recommended_aggregated if is_recommended else {}
         other.aggregated = tuple(other._aggregated)

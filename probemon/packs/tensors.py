@@ -43,6 +43,22 @@ def name_of(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known is dtype)
 
 
+class Noted:
+    """A tensor as it was when this was made: `changed(tensor)` says whether another took its place, or it was written
+    to. Torch counts what is written to a tensor, but to none that was made in inference mode: those seem unchanged.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, _version(tensor)
+
+    def changed(self, tensor: Tensor) -> bool:
+        return tensor is not self._tensor or _version(tensor) != self._version
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def check_dtypes(described: Mapping[str, Tensor], where: str) -> None:
     """Raise `PackCorrupt` where a tensor that every pack has is missing, or one is of another dtype than in a pack.
 

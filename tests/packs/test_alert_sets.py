@@ -1,6 +1,7 @@
 """Sets of alert thresholds: which one is in force says what fires, and no score depends on it."""
 
 import copy
+import math
 import pickle
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from probemon.offline.calibrated_pack import write_calibrated
 from probemon.packs.copies import copy_pack
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
+from probemon.packs.group import PackGroup
 from probemon.packs.hierarchies import propose
 from probemon.packs.quantize import quantize
 
@@ -287,6 +289,64 @@ def test_shipped_packs_say_nothing_of_other_thresholds_than_those_in_force(tmp_p
         kept = set(figures(made.manifest["quality"]))
         assert kept and {key for key in kept if not key.startswith(("auroc_", "n_"))} <= {"true_per_token"}
         assert not any("alert_threshold_of" in concept for concept in made.concepts)
+
+
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_thresholds_that_were_written_to_have_no_name_and_no_precision(model, tmp_path, how):
+    concepts = [
+        {
+            "id": f"c{i}",
+            "name": f"k{i}",
+            "parents": [],
+            "precision": {"high": 0.9, "low": 0.3},
+            "alert_threshold_of": "x",
+        }
+        for i in range(4)
+    ]
+    make_pack(
+        tmp_path / "p",
+        model,
+        n=4,
+        concepts=concepts,
+        alert_set="high",
+        alert_threshold=torch.full((4,), 0.9),
+        alert_sets={"low": torch.full((4,), 0.3)},
+        quality={"n_fired": 3, "auroc": 0.9},
+    )
+    pack, untouched = ProbePack.open(tmp_path / "p"), ProbePack.open(tmp_path / "p")
+    if how == "written":
+        pack.alert_threshold[:] = 0.02
+    else:
+        pack.alert_threshold = torch.full((4,), 0.02)
+    manager = DynamicProbeManager(pack)
+    with manager.attach(model) as run:
+        run.on("c0", action="record")
+        out = model.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    shown = run.result(out).leading(3, 4)
+    assert shown and all(c.threshold == np.float32(0.02) and math.isnan(c.precision) for c in shown)
+    assert run.events and run.events[0].above == np.float32(0.02) and run.events[0].alert_set is None
+    assert "alert_set" not in identified(pack) and "thresholds 'high'" not in repr(manager)
+    for made in (rename(pack, tmp_path / "r", name="r"), subset(pack, tmp_path / "s", [f"c{i}" for i in range(4)])):
+        assert made.alert_threshold.tolist() == pack.alert_threshold.tolist()
+        assert made.alert_set is None and made.alert_sets == () and math.isnan(made.precision(0))
+        assert "n_fired" not in made.manifest["quality"] and "alert_threshold_of" not in made.concepts[0]
+    # A group's are a copy of its packs' thresholds, which may be written to by themselves.
+    group = PackGroup({"a": untouched, "b": pack})
+    assert [group.precision(group.find(concept)) for concept in ("a:c0", "b:c0")] == pytest.approx(
+        [0.9, math.nan], nan_ok=True
+    )
+    alone = PackGroup({"a": untouched})
+    assert (alone.alert_set, alone.precision(0)) == ("high", 0.9)
+    alone.alert_threshold[0] = 0.5
+    assert alone.alert_set is None and math.isnan(alone.precision(0))
+    assert (untouched.alert_set, untouched.precision(0)) == ("high", 0.9)
+    # The files have the old ones.
+    with pytest.raises(ConfigError, match=r"were written to since it was opened, and its files"):
+        pack.save_pretrained(tmp_path / "copy")
+    assert pack.with_alert_set("low").precision(0) == 0.3
+    if how == "written":
+        with pytest.raises(ConfigError, match=r"'high' of .* were written to since it was opened: open it again"):
+            pack.with_alert_set("high")
 
 
 @pytest.mark.parametrize("name", ["alert_threshold", "expand_threshold"])

@@ -25,7 +25,9 @@ from probemon.core.scores import Floats
 from probemon.offline.calibrate import most_allowed, units_needed
 from probemon.training.labels import Known
 
-_TRIED = 64  # thresholds that a precision is looked for at
+_TRIED = 8  # thresholds, at most, that a precision is looked for at
+_STEP = 1.5  # so many times the fires of the one before, or more
+_LOOKED = 64  # places, about evenly spaced in the log of their fires, that those are taken from
 CONFIDENCE = 0.95
 PRECISION = "precision_"  # and the share, as a set of thresholds is named
 
@@ -94,8 +96,8 @@ def _effect_of_highest(group: Ints, fpr: float) -> float:
 
 @dataclass(frozen=True)
 class Precise:
-    """A concept's threshold to a precision: of `fired` tokens over it `right` are of the concept, and with confidence a
-    share `low` or more; NaN where none is shown to reach it.
+    """A concept's threshold to a precision: of `fired` tokens over it `right` are of the concept, and the lower bound
+    of their share that showed it is `low`; NaN where none is shown to reach it.
     """
 
     value: float
@@ -119,36 +121,54 @@ _NOT_REACHED = Precise(np.nan, 0, 0, 0.0)
 def precision_thresholds(
     values: np.ndarray | Tensor, part: Ints, known: Known, use: Mask, group: Ints, *, precision: float
 ) -> list[Precise]:
-    """Return each concept's lowest threshold over which with confidence a share `precision` of the tokens is of it, for
-    values `[N, P]` of tokens of parts `[N]`, those in `use [S]`, alike within a `group [S]`: in the mix of texts that
-    these are.
+    """Return for each concept the lowest of a few thresholds over which with confidence, for the concept by itself, a
+    share `precision` of the tokens is of it, for values `[N, P]` of tokens of parts `[N]`, those in `use [S]`, alike
+    within a `group [S]`: in the mix of texts that these are.
+
+    Up to 8 thresholds are tried, from the highest down. They share the risk that any of them passes by chance, and one
+    that passes leaves its part to the next: the fallback procedure of Wiens 2003, "A fixed sequence Bonferroni
+    procedure for testing multiple endpoints" (Pharmaceutical Statistics 2).
     """
     array, found = np.asarray(values), []
     for p in range(array.shape[1]):
         chosen = np.flatnonzero(use[part] & (known[part, p] >= 0) & ~np.isnan(array[:, p]))
         chosen = chosen[np.argsort(-array[chosen, p], kind="stable")]
         scores, is_right = array[chosen, p], known[part[chosen], p] == 1
-        right, fired = np.cumsum(is_right), np.arange(1, len(chosen) + 1)
-        # Only where the next score is lower can a threshold lie, and it is that score.
-        ends = np.r_[scores[1:] < scores[:-1], False] if len(scores) else np.zeros(0, dtype=bool)
-        good = np.flatnonzero(ends & (right >= precision * fired))
-        good = good[np.unique(np.geomspace(1, len(good), _TRIED).round().astype(np.int64)) - 1] if len(good) else good
-        if not len(good):
-            found.append(_NOT_REACHED)
-            continue
         of_group = np.unique(group[part[chosen]], return_inverse=True)[1]
-        effects = [
-            design_effect(np.bincount(of_group[:n], is_right[:n]), np.bincount(of_group[:n]))
-            for n in (good + 1).tolist()
-        ]
-        low = clustered(right[good], good + 1, effects, 2 * CONFIDENCE - 1)[0]
-        reached = good[low >= precision]
-        if not len(reached):
-            found.append(_NOT_REACHED)
-            continue
-        last = int(reached[-1])
-        found.append(Precise(_up(scores[last + 1]), last + 1, int(right[last]), float(low[good == last][0])))
+        # Only where the next score is lower can a threshold lie, and it is that score.
+        tried = _tried(np.flatnonzero(scores[1:] < scores[:-1]), of_group, precision)
+        passed, risk = _NOT_REACHED, 0.0
+        for last in tried.tolist():
+            risk += (1 - CONFIDENCE) / len(tried)
+            fired, right = last + 1, int(is_right[: last + 1].sum())
+            if right < precision * fired:  # no bound is over the share itself, and bounds take long
+                risk = 0.0
+                continue
+            effect = design_effect(np.bincount(of_group[:fired], is_right[:fired]), np.bincount(of_group[:fired]))
+            low = float(clustered(right, fired, effect, 1 - 2 * risk)[0])
+            if low < precision:
+                risk = 0.0
+                continue
+            passed = Precise(_up(scores[last + 1]), fired, right, low)
+        found.append(passed)
     return found
+
+
+def _tried(ends: Ints, of_group: Ints, precision: float) -> Ints:
+    """Return the places in `ends`, of tokens in the order of their scores, after which a threshold is tried. They are
+    chosen before it is seen who is right: the more the better, as long as each would pass if all over it were right.
+    """
+    if not len(ends):
+        return ends
+    fires = np.geomspace(1, ends[-1] + 1, _LOOKED).round().astype(np.int64)
+    places = np.unique(ends[np.searchsorted(ends, np.minimum(fires - 1, ends[-1]))])
+    sizes = [np.bincount(of_group[: last + 1]) for last in places.tolist()]
+    independent = (places + 1) / np.asarray([design_effect(size, size) for size in sizes])
+    for n in range(_TRIED, 0, -1):
+        could = places[precision**independent <= (1 - CONFIDENCE) / n]
+        if len(could) >= n and could[-1] + 1 >= _STEP ** (n - 1) * (could[0] + 1):
+            return could[np.linspace(0, len(could) - 1, n).round().astype(np.int64)]
+    return ends[:0]
 
 
 def number(value: float) -> float | None:

@@ -231,8 +231,8 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
         lines += [
             "",
             f"The set `{precise}`{', which is recommended' * (quality['alert_sets'][0] == precise)}: the lowest"
-            " threshold over which, with 95 % confidence, that share of the tokens that fire is of the concept, in the"
-            " mix of the texts given here, which may not be yours.",
+            " of up to eight thresholds over which, with 95 % confidence for each concept by itself, that share of the"
+            " tokens that fire is of the concept, in the mix of the texts given here, which may not be yours.",
             "",
             "| concept | threshold | right of the tokens that fire, to calibrate | and of the test |",
             "|---|---:|---:|---:|",

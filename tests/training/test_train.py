@@ -176,6 +176,38 @@ def test_a_precision_by_chance_is_not_believed():
     assert reached <= 4
 
 
+@pytest.mark.parametrize(("target", "share", "n"), [(0.9, 0.895, 500), (0.8, 0.795, 500)])
+def test_a_precision_just_under_the_target_is_shown_as_rarely_as_claimed(target, share, n):
+    """However high the threshold, too few are right: whatever is found is wrong, one in twenty is claimed."""
+    rng, reached = np.random.default_rng(0), 0
+    for _ in range(100):
+        scores, known = rng.random((n, 1)).astype(np.float32), (rng.random((n, 1)) < share).astype(np.int8)
+        everyone = np.arange(n)
+        (found,) = precision_thresholds(scores, everyone, known, np.ones(n, dtype=bool), everyone, precision=target)
+        reached += found.reached
+    assert reached <= 5
+
+
+def test_a_precision_that_rises_with_the_score_is_found():
+    """Of what scores s a share s ** (1/4) is right."""
+    rng, values, n = np.random.default_rng(0), [], 2000
+    for _ in range(20):
+        scores = rng.random((n, 1)).astype(np.float32)
+        known, everyone = (rng.random((n, 1)) < scores**0.25).astype(np.int8), np.arange(n)
+        (found,) = precision_thresholds(scores, everyone, known, np.ones(n, dtype=bool), everyone, precision=0.9)
+        over = scores[:, 0] > found.value
+        assert found.fired == over.sum() and found.right == known[over, 0].sum() and found.low >= 0.9
+        values.append(found.value)
+    true = [0.8 * (1 - v**1.25) / (1 - v) for v in values]  # the share over a threshold
+    assert np.mean(np.asarray(true) < 0.9) <= 0.05 and np.median(values) < 0.75
+    # 29 tokens that are right show nine tenths, and 28 do not.
+    for n, shown in ((30, True), (29, False)):  # a threshold is the score of the next token
+        scores, everyone = np.linspace(0.9, 0.1, n)[:, None], np.arange(n)
+        known = np.ones((n, 1), dtype=np.int8)
+        (found,) = precision_thresholds(scores, everyone, known, np.ones(n, dtype=bool), everyone, precision=0.9)
+        assert found.reached == shown
+
+
 def test_thresholds_of_tokens_keep_their_rate_though_tokens_of_a_text_are_alike():
     """The rate on fresh texts is over the one asked for no more often than is claimed."""
     rng, over_rate, naive = np.random.default_rng(1), 0, 0

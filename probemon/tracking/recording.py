@@ -201,8 +201,8 @@ class Recording:
         """Whether the host was another at some time, or in an earlier turn of its tokens, than when it began."""
         switched, marks, turn = self.switched or self.changed_before, [self.mark_after], self.earlier
         while turn is not None:
-            switched = switched or turn.switched or turn.changed_before
-            marks, turn = [*marks, turn.mark, turn.mark_after], turn.earlier
+            switched, marks = switched or turn.switched or turn.changed_before, [*marks, turn.mark, turn.mark_after]
+            turn = turn.earlier
         return switched or any(self.mark is not None and mark is not None and mark.differs(self.mark) for mark in marks)
 
     @property

@@ -632,7 +632,7 @@ MUTATIONS = [
     ),
     (
         "tracking/recording.py",
-        "switched, marks = switched or turn.switched, [*marks, turn.mark, turn.mark_after]",
+        "switched, marks = switched or turn.switched or turn.changed_before, [*marks, turn.mark, turn.mark_after]",
         "pass",
         "an earlier turn of other adapters is not told",
     ),

@@ -13,7 +13,7 @@ import torch
 
 from conftest import HIDDEN, make_model, make_pack
 from probemon import DynamicProbeManager, ProbePack
-from probemon.errors import PackError, SinkFailed
+from probemon.errors import ConfigError, PackError, SinkFailed
 from probemon.monitor.delivery import Delivery
 from probemon.packs.edit import merge
 from probemon.packs.quantize import quantize
@@ -155,6 +155,10 @@ def test_an_unpickled_pack_is_the_one_that_was_pickled(model, tmp_path):
     pickled = pickle.dumps(DynamicProbeManager(pack))
     assert len(pickled) < 20_000  # no weights
     assert copy.deepcopy(pack) is pack and pickle.loads(pickle.dumps(pack)).manifest == pack.manifest
+    edited = make_pack(tmp_path / "edited", model)
+    edited.alert_threshold[:] = 0.02
+    with pytest.raises(ConfigError, match="were written to since it was opened, and it is pickled as how to"):
+        pickle.dumps(DynamicProbeManager(edited))
     shutil.rmtree(tmp_path / "pack")
     with pytest.raises(PackError, match=r"was pickled as the pack in .*pack, and is opened from there again"):
         pickle.loads(pickled)

@@ -280,7 +280,14 @@ class OpenedPack:
         return self  # it is read-only
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickled, a pack is opened again from its directory, which must hold the same one."""
+        """Unpickled, a pack is opened again from its directory, which must hold the same one. Raises `ConfigError`
+        where thresholds were written to, which the directory does not have.
+        """
+        if self.edited:
+            raise ConfigError(
+                f"the alert thresholds of {self.name} were written to since it was opened, and it is pickled as how to"
+                " open it again: write a pack with the new ones with probemon.packs.edit.rename"
+            )
         return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest, self._alert_set)
 
     # -- weights ---------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ from probemon.errors import ConfigError
 from probemon.packs.configured import ConfiguredPack, configure_group, found
 from probemon.packs.group import AnyPack, PackGroup, Packs, one_or_several
 from probemon.packs.pack import ProbePack
-from probemon.packs.tensors import Noted
 
 Hidden = Tensor | Mapping[str, Tensor]
 Plan = CascadePlan | JointPlan
@@ -90,9 +89,10 @@ class Scorer:
         }
         self._hidden_size = self._parts[0].pack.architecture.hidden_size
         self._thresholds = [
-            (tensor, Noted(tensor))
+            (tensor, tensor._version)
             for one in (self.pack, *(part.pack for part in self._parts))
             for tensor in (one.alert_threshold, one.expand_threshold)
+            if not tensor.is_inference()  # those have no version
         ]
         self._familiar = _familiar_inputs([part.pack for part in self._parts], self.device, self.impl)
         self.plan = self.plan_with(())
@@ -313,7 +313,7 @@ class Scorer:
         """Turn an outcome of a plan into scores, with what they cover, and the next retained sets. Raises `ConfigError`
         where thresholds were written to: some of what was made of them when the manager was is older.
         """
-        if any(noted.changed(tensor) for tensor, noted in self._thresholds):
+        if any(tensor._version != version for tensor, version in self._thresholds):
             raise ConfigError(
                 f"thresholds of {self.pack.name} were written to after the manager was made, which opens concepts by"
                 " the old ones: make another manager"

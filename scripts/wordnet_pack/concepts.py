@@ -25,6 +25,25 @@ NOUN_SHARE = 0.5
 # Of the nouns under a concept, those that a pack lists: the first stand as examples, all lead from a word to a concept.
 COMMON_WORDS, COMMON_USES = 8, 3
 RARELY_A_NOUN = 0.2  # of a word's tagged occurrences
+# Names for what WordNet calls the same and puts in the same group, where an id would have to tell them apart.
+PLAIN_NAMES = {
+    "administration.n.02": "administration",
+    "address.n.03": "speech (address)",
+    "attempt.n.01": "effort (attempt)",
+    "country.n.02": "country (territory)",
+    "country.n.04": "countryside",
+    "effort.n.02": "effort (exertion)",
+    "food.n.01": "food (nutrient)",
+    "food.n.02": "food (solid)",
+    "homo.n.02": "human",
+    "region.n.01": "region (part)",
+    "region.n.03": "region (area)",
+    "scholar.n.01": "scholar",
+    "speech.n.02": "speech (language)",
+    "state.n.04": "country (nation)",
+    "writing.n.02": "writing (works)",
+    "writing.n.04": "writing (letters)",
+}
 TAXONOMY = "taxonomic group"  # genera, families, orders: names that nobody uses in running text
 
 
@@ -170,8 +189,11 @@ def name_of(wordnet: WordNet, key: str) -> str:
 
 
 def _names(wordnet: WordNet, keys: list[str]) -> dict[str, str]:
-    """A name for each, no two alike: what would be is told apart by its kind, and then by its id."""
-    names = {key: name_of(wordnet, key) for key in keys}
+    """A name for each, no two alike: what would be is told apart by its kind, and then by its id.
+
+    A concept in PLAIN_NAMES has the name that stands there.
+    """
+    names = {key: PLAIN_NAMES.get(wordnet.ids[key]) or name_of(wordnet, key) for key in keys}
     kinds, ids = {key: _kind(wordnet, key) for key in keys}, {key: wordnet.ids[key] for key in keys}
     n_named, n_of_kind = Counter(names.values()), Counter((names[key], kinds[key]) for key in keys)
     return {

@@ -353,6 +353,14 @@ def test_names_are_the_words_people_use_and_no_two_are_alike(wordnet):
     }
 
 
+@pytest.mark.parametrize("pack", ["wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"])
+def test_no_concept_of_a_shipped_pack_is_told_apart_by_a_synsets_number(pack):
+    concepts = ProbePack.open(f"probes/{pack}").concepts
+    assert [c["name"] for c in concepts if re.search(r"\.n\.\d", c["name"])] == []
+    assert {c["name"] for c in concepts if c["id"] in choosing.PLAIN_NAMES} <= set(choosing.PLAIN_NAMES.values())
+    assert len({c["name"] for c in concepts}) == len(concepts)
+
+
 def test_word_is_listed_at_the_lowest_concept_over_what_it_most_often_means(wordnet, monkeypatch):
     concepts = choose(wordnet, toy_uses(), LOOSE)
     assert [concept.id for concept in concepts] == ["animal.n.01", "plant.n.01", "dog.n.01"]

@@ -680,7 +680,7 @@ def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp
         DriftMonitor(DynamicProbeManager(made))
     # What cuts a pack down, or names it anew, knows nothing of requests; a copy is the same pack.
     assert rename(made, tmp_path / "renamed", name="other").drift_reference is None
-    copy = made.save_pretrained(tmp_path / "copy")
+    copy = ProbePack.open(tmp_path / "out").save_pretrained(tmp_path / "copy")
     assert (copy.drift_reference.counts.highest == frozen.counts.highest).all()
 
 

@@ -2,6 +2,8 @@
 for bit.
 """
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from probemon.errors import ProbeLoadError
 
 numba_compiled = pytest.importorskip("probemon.engine.kernels.numba_compiled")
 compiled = pytest.importorskip("probemon.engine.ways.compiled")
+numba_cpu = pytest.importorskip("probemon.engine.kernels.numba_cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
@@ -45,6 +48,38 @@ def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
             )
             assert torch.equal(some.reshape(11, -1).T, many[at : at + group])
     assert (many - oracle(net, x)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_views_that_are_kept_are_those_of_the_weights_as_they_are_now(dtype):
+    net, x = weights(SHAPES["two layers"], 16, dtype), torch.randn(3, 16).to(input_dtype(dtype))
+    rows, slots = torch.arange(3).repeat(11), torch.arange(11).repeat_interleave(3)
+
+    def check():
+        found = score_probes(x, net, rows, slots, impl="numba").reshape(11, 3).T
+        assert (found - oracle(net, x)).abs().max() < 1e-6
+        return found
+
+    def other(tensor):
+        return (tensor.float() * 0.5).to(tensor.dtype)
+
+    first = check()
+    for name in ("w1", "b1", "w2", "b2", "w3", "b3"):
+        net[name].copy_(other(net[name]))  # in place
+        in_place = check()
+        net[name] = other(net[name])  # another tensor
+        replaced = check()
+        net[name].data = other(net[name])  # the same tensor in another place
+        assert len({tuple(one.flatten().tolist()) for one in (first, in_place, replaced, check())}) == 4, name
+        first = check()
+    net["w2"] = net["w2"].mT.contiguous().mT  # strided, so that what is read is a copy
+    first = check()
+    net["w2"].copy_(other(net["w2"]))
+    assert not torch.equal(check(), first)
+    n_kept = len(numba_cpu._kept)
+    net.clear()
+    gc.collect()
+    assert len(numba_cpu._kept) < n_kept
 
 
 @settings(max_examples=400, deadline=None)

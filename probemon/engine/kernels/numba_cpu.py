@@ -13,11 +13,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from probemon.core.inputs import check_lists, check_range
 from probemon.core.softmax_groups import Floats, Ints
 from probemon.engine.kernels.numba_compiled import Array, ranges, score_pairs, softmax_segments
 from probemon.engine.kernels.numba_products import products_of
+
+# Of first layers that are alive: the other tensors, where each lies, and the views. Viewing them anew at every call
+# would take some twenty calls of torch and NumPy.
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _kept_views(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Return `views_of` the weights, those of the last call where it was the same tensors at the same places."""
+    first = weights["w1"]
+    others = [tensor for tensor in weights.values() if tensor is not first]
+    places = [(name, tensor.data_ptr(), tensor.shape) for name, tensor in weights.items()]
+    kept = _kept.get(first)
+    if kept is not None and places == kept[1] and all(a is b for a, b in zip(others, kept[0], strict=True)):
+        return kept[2]  # type: ignore[no-any-return]
+    views = views_of(weights)
+    if all(tensor.is_contiguous() for tensor in weights.values()):  # else they are of a copy, which hears of no change
+        _kept[first] = others, places, views
+    return views
 
 
 def views_of(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -60,7 +79,7 @@ def softmax_numba(logits: Floats, starts: Ints) -> Floats:
 
 def _by_slot(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, as_logits: bool) -> Tensor:
     check_lists(hidden, weights, rows, slots)
-    row, slot, net = rows.numpy(), slots.numpy(), views_of(weights)
+    row, slot, net = rows.numpy(), slots.numpy(), _kept_views(weights)
     least_row, most_row, least_slot, most_slot, rises = ranges(row, slot)
     if len(slot):
         check_range("rows", least_row, most_row, len(hidden))

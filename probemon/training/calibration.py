@@ -141,15 +141,14 @@ def precision_thresholds(
         for last in tried.tolist():
             risk += (1 - CONFIDENCE) / len(tried)
             fired, right = last + 1, int(is_right[: last + 1].sum())
-            if right < precision * fired:  # no bound is over the share itself, and bounds take long
+            low = 0.0
+            if right >= precision * fired:  # no bound is over the share itself, and bounds take long
+                effect = design_effect(np.bincount(of_group[:fired], is_right[:fired]), np.bincount(of_group[:fired]))
+                low = float(clustered(right, fired, effect, 1 - 2 * risk)[0])
+            if low >= precision:
+                passed = Precise(_up(scores[last + 1]), fired, right, low)
+            else:
                 risk = 0.0
-                continue
-            effect = design_effect(np.bincount(of_group[:fired], is_right[:fired]), np.bincount(of_group[:fired]))
-            low = float(clustered(right, fired, effect, 1 - 2 * risk)[0])
-            if low < precision:
-                risk = 0.0
-                continue
-            passed = Precise(_up(scores[last + 1]), fired, right, low)
         found.append(passed)
     return found
 

@@ -214,10 +214,12 @@ def test_the_reason_to_route_is_what_was_measured():
     assert flat(figures.reason(found)) in page and found["cut_host_error"] < 1e-5
     [routed] = [row for row in found["summary"] if row["method"] == "low_rank" and row["headers"] == "marks"]
     assert f"has {routed['frozen']:.3f} nats, with those of other rows {routed['shuffled']:.3f}" in page
-    others = {row["method"]: row["over_routed"] for row in found["summary"] if row["method"] != "low_rank"}
-    assert {name for name, over in others.items() if over["low"] > 0} == {"base", "lora", "x-lora"}
-    assert others["lora everywhere"]["low"] < 0 < others["lora everywhere"]["high"]  # as the page says
-    assert all(over["n"] == 5 for over in others.values())
+    beside = [row for row in found["summary"] if row["method"] != "low_rank"]
+    assert all(row["over_routed"]["n"] == 5 for row in beside)
+    behind = {(row["headers"], row["method"]) for row in beside if row["over_routed"]["low"] > 0}
+    assert behind == {(by, name) for by in ("marks", "words") for name in ("base", "lora", "x-lora")}
+    everywhere = {row["headers"]: row["over_routed"] for row in beside if row["method"] == "lora everywhere"}
+    assert everywhere["marks"]["low"] < 0 < everywhere["marks"]["high"] and everywhere["words"]["high"] < 0
     sizes = [row["n_trainable"] for row in found["summary"] if row["method"] != "base"]
     assert max(sizes) / min(sizes) < 1.02  # a LoRA everywhere comes in steps of its rank
     assert f"at most {result('bem.json')['claims']['latency_over_lora_pct']['value']:.1f} % more" in page

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from probemon.core.hierarchy import Ints
+from probemon.core.score_counts import log_odds
 from probemon.core.scores import unlike
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
@@ -201,8 +202,7 @@ def millionths(scores: Any) -> list[int]:
 
 def strength_of(score: Any, threshold: Any) -> Any:
     """Return logits of scores minus those of their thresholds, and the score itself where there is no threshold."""
-    s, t = (np.clip(np.asarray(values, dtype=np.float64), 1e-6, 1 - 1e-6) for values in (score, threshold))
-    return np.where(np.isnan(threshold), s, np.log(s) - np.log1p(-s) - np.log(t) + np.log1p(-t))
+    return np.where(np.isnan(threshold), score, log_odds(score) - log_odds(threshold))
 
 
 def _lines_of(value: Any, where: str = "") -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from probemon.errors import ConfigError
 from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
 from probemon.offline.report import embed, write_report
+from probemon.offline.report_data import strength_of
 from reports import write_analysis
 
 in_browser = pytest.mark.skipif(
@@ -127,6 +128,13 @@ def ancestors_of(concepts, concept):
 # -- what it says --------------------------------------------------------------------------------
 
 
+def test_strengths_of_scores_that_are_nearly_one_are_told_apart():
+    score, threshold = (np.asarray(values, dtype=np.float32) for values in ([1 - 2e-7, 1 - 5e-7, 0.5], [1 - 1e-6] * 3))
+    s, t = score.astype(float), threshold.astype(float)
+    assert np.allclose(strength_of(score, threshold), np.log(s / (1 - s)) - np.log(t / (1 - t)), rtol=1e-9)
+    assert strength_of(np.float32([0.25]), np.float32([np.nan])).tolist() == [0.25]
+
+
 @in_browser
 def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables):
     page, totals = browser.open(made), analysis.manifest["totals"]
@@ -140,7 +148,7 @@ def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables)
     assert texts_of(page, "#bad td") == ["empty", "empty"]
 
     def lead(row):
-        score, threshold = (min(max(row[name], 1e-6), 1 - 1e-6) for name in ("max_score", "alert_threshold"))
+        score, threshold = (min(max(row[name], 2**-24), 1 - 2**-24) for name in ("max_score", "alert_threshold"))
         strength = math.log(score / (1 - score)) - math.log(threshold / (1 - threshold))
         return -row["n_documents"], -row["n_tokens"], -strength
 

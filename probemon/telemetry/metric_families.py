@@ -231,8 +231,8 @@ _ALL = (
         "probemon_answer_tokens_total",
         "counter",
         ("what",),
-        "Tokens of answers: prompt, generated, and unseen, which are those of the generated without scores, beside the"
-        " last, which no host runs",
+        "Tokens of answers that no error ended: prompt, generated, and unseen, which are generated ones without scores,"
+        " but for the last, which no host runs",
         SERVER,
     ),
     Family("probemon_request_seconds_total", "counter", (), "Time that answers took", SERVER),

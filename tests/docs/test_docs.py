@@ -1,6 +1,7 @@
 """The documents tell the truth: their figures are those of the result files, the tree is the tree."""
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -392,6 +393,25 @@ def test_known_delays_were_measured_as_well_as_is_said():
     assert f"at most {max(abs(row['added_pct'] - row['known_pct']) for row in known):.1f} % of a step off it" in page
     widths = [row["interval_pct"][1] - row["interval_pct"][0] for row in rows]
     assert min(widths) > 0.5 and f"were {min(widths):.1f} to {max(widths):.1f} % wide" in page
+
+
+def test_what_bounds_missed_bars_of_the_cpu_is_what_its_file_says():
+    page, found = page_of("docs/performance.md"), result("cpu.json")
+    rows = {(row["part"], row["method"], row.get("n_probes")): row for row in found["rows"] if row.get("hidden") == 576}
+    floors = [
+        row["median_us"] / row["n_probes"]
+        for row in found["rows"]
+        if row["method"].startswith("floor")
+        and (row["hidden"], row["dtype"], row["batch"], row["n_probes"]) == (576, "bfloat16", 1, 64)
+    ]
+    step, twin = (rows["step", name, 5000] for name in ("ours: a step", "slow twin: a step"))
+    read_us = floors[0] * step["evaluated"]
+    times = twin["median_us"] / read_us
+    assert f"evaluates {step['evaluated']:.0f} probes, whose bytes take {read_us / 1e3:.2f} ms to read" in page
+    assert f"step takes {twin['median_us'] / 1e3:.1f} ms, which is {times:.0f} times as long" in page
+    first = rows["cold", "slow twin: a cold step", 5000]["median_us"] / step["median_us"]
+    assert f"would still be {math.floor(first)} times as quick" in page and first < 30
+    assert times < 60
 
 
 def test_kept_code_buffers_gain_as_little_as_is_said():

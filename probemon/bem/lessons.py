@@ -42,6 +42,9 @@ class Lesson:
 
 def check_row(row: Mapping[str, Any], where: str) -> str:
     """Return what kind of row this is: "text", "answer" or "chat". Raises `ConfigError`."""
+    kinds = [name for name in ("messages", "prompt", "text") if row.get(name) is not None]
+    if len(kinds) > 1:
+        raise ConfigError(f"{where} has {kinds[0]!r} and {kinds[1]!r}: give one of them, the other would be left out")
     if "messages" in row:
         turns = row["messages"]
         fine = isinstance(turns, list) and all(
@@ -71,9 +74,10 @@ def content_of(row: Mapping[str, Any]) -> str:
 def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens: int = 512) -> Lesson:
     """Return a row as tokens, cut at `most_tokens`. Raises `ConfigError` for one without a label within them."""
     kind = check_row(row, where)
+    templated = kind == "chat" or (kind != "text" and bool(getattr(tokenizer, "chat_template", None)))
     if kind == "text":
         parts = [(row["text"], True)]
-    elif kind == "chat" or getattr(tokenizer, "chat_template", None):
+    elif templated:
         turns = row.get("messages") or [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["answer"]},
@@ -85,8 +89,7 @@ def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens:
     counted: list[bool] = []
     for i, (text, counts) in enumerate(parts):
         # A chat template writes every special token itself.
-        special = i == 0 and kind != "chat" and not getattr(tokenizer, "chat_template", None)
-        encoded = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        encoded = list(tokenizer(text, add_special_tokens=i == 0 and not templated)["input_ids"])
         ids += encoded
         counted += [counts] * len(encoded)
     lesson = Lesson(where, tuple(ids[:most_tokens]), tuple(counted[:most_tokens]))

@@ -64,13 +64,14 @@ def read(files: Sequence[str]) -> Rows:
     """Read and check rows. Raises `TrainingError`, `ConfigError`."""
     from probemon.bem.lessons import check_row, content_of
     from probemon.training.example_files import read_rows
+    from probemon.training.examples import group_of
     from probemon.training.groups import group_texts
 
     rows, groups = list[Any](), list[str | None]()
     for where, row in read_rows(files):
         check_row(row, where)
         rows.append((where, row))
-        groups.append(None if row.get("group") is None else str(row["group"]))
+        groups.append(group_of(row.get("group")))
     if not rows:
         raise ConfigError("there is no row: give texts, answers to prompts, or chats")
     return Rows(rows, group_texts([content_of(row) for _, row in rows], groups).tolist())

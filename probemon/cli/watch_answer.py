@@ -22,6 +22,7 @@ from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
 from probemon.monitor.summary import summarise
+from probemon.packs.group import never_fires
 
 _RULES_SHOWN = 3
 
@@ -96,6 +97,7 @@ class Watched:
             "dropped": int(cover.dropped.sum()),
             "audit": result.audit.as_dict() if self.audited else None,
             "probes_without_threshold": int(pack.alert_threshold.isnan().sum()),
+            "probes_that_never_fire": len(never_fires(pack)),
             "alert_set": pack.alert_set,
             "probes_ranked": int(without_thresholds(pack).sum()),
             "health": None if self.watching.health is None else self.watching.health.as_dict(),

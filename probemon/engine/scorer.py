@@ -8,6 +8,7 @@ everything = scorer.score_all(hidden)                 # fp32 [T, P]
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -35,8 +36,10 @@ from probemon.engine.memory.arena import Arena
 from probemon.engine.outcome import Outcome
 from probemon.errors import ConfigError
 from probemon.packs.configured import ConfiguredPack, configure_group, found
-from probemon.packs.group import AnyPack, PackGroup, Packs, one_or_several
+from probemon.packs.group import AnyPack, PackGroup, Packs, one_or_several, told_of_never
 from probemon.packs.pack import ProbePack
+
+LOG = logging.getLogger(__name__)
 
 Hidden = Tensor | Mapping[str, Tensor]
 Plan = CascadePlan | JointPlan
@@ -63,6 +66,8 @@ class Scorer:
         self.pack = one_or_several(pack)
         if alert_set is not None:
             self.pack = self.pack.with_alert_set(alert_set)
+        if told := told_of_never(self.pack):
+            LOG.warning("%s", told)
         group = self.pack if isinstance(self.pack, PackGroup) else None
         self._parts = (
             [ConfiguredPack.of(self.pack, settings)]

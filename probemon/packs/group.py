@@ -34,6 +34,7 @@ from probemon.packs.pack_html import packs_html
 from probemon.packs.tensors import Noted
 
 _QUALIFIES = ":"
+_SHOWN = 3  # concepts of a sentence
 
 
 class PackGroup:
@@ -201,6 +202,25 @@ def one_or_several(packs: Packs) -> AnyPack:
         return PackGroup({name: _opened(pack) for name, pack in packs.items()})
     several: Any = [_opened(pack) for pack in packs] if isinstance(packs, Sequence) else packs
     return PackGroup(several)
+
+
+def never_fires(pack: AnyPack) -> Ints:
+    """Return the probes whose alert threshold is 1, which no score exceeds, so that their silence says nothing."""
+    return np.flatnonzero(pack.alert_threshold.numpy() >= 1)
+
+
+def told_of_never(pack: AnyPack) -> str:
+    """Return a sentence on the concepts that can never fire, "" where all that have a threshold can."""
+    probes = never_fires(pack).tolist()
+    if not probes:
+        return ""
+    shown = ", ".join(ascii(pack.concepts[probe]["id"]) for probe in probes[:_SHOWN])
+    more = f" and {len(probes) - _SHOWN:,} more" if len(probes) > _SHOWN else ""
+    their = "its alert threshold is 1" if len(probes) == 1 else "their alert thresholds are 1"
+    return (
+        f"{shown}{more} of {pack.name!a} can never fire: {their}, which no score exceeds. Calibrate the pack on"
+        " other texts, or train it anew"
+    )
 
 
 def _opened(pack: Any) -> Any:

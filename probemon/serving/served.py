@@ -30,6 +30,8 @@ from probemon.serving.held import Holding
 from probemon.serving.limits import Limits
 from probemon.serving.requests import Request, WantedRule, Watch
 
+_LONG = 40  # characters of a message: fewer may stand in a prompt by chance
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -144,20 +146,51 @@ class Served:
             raise RequestRefused(
                 f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
             )
-        more: dict[str, Any] = {} if request.tools is None else {"tools": list(request.tools)}
+        messages = [dict(message) for message in request.messages]
+        tools = None if request.tools is None else list(request.tools)
+        ids = self._templated(messages, tools)
+        self._check_read(messages, tools)
+        return [ids]
+
+    def _templated(self, messages: list[dict[str, Any]], tools: list[Any] | None, *, as_text: bool = False) -> Any:
+        """Return a chat as the model reads it: ids, or the text of them."""
+        more: dict[str, Any] = {} if tools is None else {"tools": tools}
         try:
             with self._encoding:
-                ids = self.tokenizer.apply_chat_template(
-                    [dict(message) for message in request.messages],
-                    add_generation_prompt=True,
-                    return_dict=False,
-                    **more,
+                return self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False, tokenize=not as_text, **more
                 )
         except Exception as error:  # a template is a program of the model's own, and may refuse what it is given
             raise RequestRefused(
                 f"the chat template of {self.name} takes these messages not: {str(error)[:300]}", "messages"
             ) from error
-        return [ids]
+
+    def _check_read(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+        """Raise `RequestRefused` for what the template leaves out: the model would be asked another thing."""
+        text = self._templated(messages, tools, as_text=True)
+
+        def changes(other: list[dict[str, Any]], other_tools: list[Any] | None) -> bool:
+            try:
+                return bool(self._templated(other, other_tools, as_text=True) != text)
+            except RequestRefused:  # it looked
+                return True
+
+        def refuse(what: str, param: str) -> RequestRefused:
+            return RequestRefused(
+                f"the chat template of {self.name} leaves {what} out: the model never reads it", param
+            )
+
+        if tools and not changes(messages, None):
+            raise refuse("the tools", "tools")
+        for at, message in enumerate(messages):
+            before, after, content = messages[:at], messages[at + 1 :], message["content"].strip()
+            sure = message["role"] in ("user", "assistant") or len(content) >= _LONG
+            other = {**message, "content": f"{content} {at}"}
+            if content and not (sure and content in text) and not changes([*before, other, *after], tools):
+                raise refuse(f"a message with the role {message['role']!r}", f"messages[{at}]")
+            without = {name: value for name, value in message.items() if name != "tool_calls"}
+            if message.get("tool_calls") and not changes([*before, without, *after], tools):
+                raise refuse("tool_calls", f"messages[{at}].tool_calls")
 
     def _ids_of(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, str):

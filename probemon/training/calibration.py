@@ -28,6 +28,7 @@ from probemon.training.labels import Known
 _TRIED = 8  # thresholds, at most, that a precision is looked for at
 _STEP = 1.5  # so many times the fires of the one before, or more
 _LOOKED = 64  # places, about evenly spaced in the log of their fires, that those are taken from
+_APART = 2e-5  # in log odds; at a score of a half 5e-6
 CONFIDENCE = 0.95
 PRECISION = "precision_"  # and the share, as a set of thresholds is named
 
@@ -80,7 +81,7 @@ def thresholds(
         allowed = max(0, most_allowed(effective, fpr, risk))
         rate = float(upper_bound(allowed, effective, 1 - risk))
         allowed = int(allowed * (len(use) / effective))
-        found.append(Threshold(_up(array[use[allowed], p]), len(use), effective, allowed, rate, needed))
+        found.append(Threshold(_over(array[use[allowed], p]), len(use), effective, allowed, rate, needed))
     return found
 
 
@@ -146,7 +147,7 @@ def precision_thresholds(
                 effect = design_effect(np.bincount(of_group[:fired], is_right[:fired]), np.bincount(of_group[:fired]))
                 low = float(clustered(right, fired, effect, 1 - 2 * risk)[0])
             if low >= precision:
-                passed = Precise(_up(scores[last + 1]), fired, right, low)
+                passed = Precise(_over(scores[last + 1], below=scores[last]), fired, right, low)
             else:
                 risk = 0.0
         found.append(passed)
@@ -175,10 +176,16 @@ def number(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _up(value: float) -> float:
-    """The value as fp32, not below it: a pack keeps thresholds so."""
-    rounded = np.float32(value)
-    return float(rounded if rounded >= value else np.nextafter(rounded, np.float32(np.inf)))
+def _over(value: float, below: float = np.inf) -> float:
+    """A threshold in fp32 that a score of `value` does not exceed, whoever computes it: higher by a little more than
+    what two ways to compute a score differ in. Texts that begin alike have the same states, so that many score alike.
+    """
+    if not 0 < value < 1:
+        return float(value)
+    exact = np.float64(value)
+    raised = np.float32(1 / (1 + np.exp(np.log1p(-exact) - np.log(exact) - _APART)))
+    raised = max(raised, np.nextafter(np.float32(value), np.float32(np.inf)))
+    return float(raised if raised < below else value)
 
 
 def as_floats(found: Sequence[Threshold | Precise]) -> Floats:

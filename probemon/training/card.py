@@ -124,22 +124,7 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
         found.append(
             f"The areas of {_some(scant)} are of so few test texts (of one side {n}) that they say next to nothing."
         )
-    alerts = {id: concept["alert"] for id, concept in concepts.items() if not concept["alert"]["holds"]}
-    if alerts:
-        worst = min(alerts.values(), key=lambda alert: alert["effective"])
-        found.append(
-            f"A false-positive rate of {quality['fpr']:g} by token cannot be claimed for {_some(list(alerts))}: their"
-            f" thresholds are the highest score of {_n(worst['n'], 'benign token')}{_as_many(worst)}."
-        )
-    unsure = [id for id, concept in concepts.items() if "precision" in concept and concept["precision"]["fired"] == 0]
-    if unsure:
-        asked = float(_precise_set(quality).removeprefix(PRECISION))
-        texts = _n(units_needed(1 - asked, 1 - CONFIDENCE), "text")
-        found.append(
-            f"No threshold is shown to reach the precision that was asked for on {_some(unsure)}: that set has none for"
-            f" {'it' if len(unsure) == 1 else 'them'}, so `{quality['alert_sets'][0]}` is recommended. It takes"
-            f" {texts} with a concept that fire, and none without, to show {100 * asked:g} %."
-        )
+    found += _of_thresholds(quality)
     helped = [id for id, concept in concepts.items() if concept["n_generated"]]
     if helped:
         found.append(
@@ -158,6 +143,34 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
         found.append(
             f"Too little of yours is without {_some(easy)} to train and to test on: compared with background text,"
             " which is easy to tell from anything, for words and embeddings too."
+        )
+    return found
+
+
+def _of_thresholds(quality: Mapping[str, Any]) -> list[str]:
+    """Return what thresholds of single tokens do not claim, and which can never be exceeded."""
+    found, concepts = list[str](), quality["concepts"]
+    alerts = {id: concept["alert"] for id, concept in concepts.items() if not concept["alert"]["holds"]}
+    if alerts:
+        worst = min(alerts.values(), key=lambda alert: alert["effective"])
+        found.append(
+            f"A false-positive rate of {quality['fpr']:g} by token cannot be claimed for {_some(list(alerts))}: their"
+            f" thresholds are the highest score of {_n(worst['n'], 'benign token')}{_as_many(worst)}."
+        )
+    mute = [id for id, concept in concepts.items() if (concept["alert"]["threshold"] or 0) >= 1]
+    if mute:
+        found.append(
+            f"By single tokens {_some(mute)} can never fire: the threshold is 1, which no score exceeds, since benign"
+            " tokens score as high as any. Look for labels that are wrong, and try other layers or more texts."
+        )
+    unsure = [id for id, concept in concepts.items() if "precision" in concept and concept["precision"]["fired"] == 0]
+    if unsure:
+        asked = float(_precise_set(quality).removeprefix(PRECISION))
+        texts = _n(units_needed(1 - asked, 1 - CONFIDENCE), "text")
+        found.append(
+            f"No threshold is shown to reach the precision that was asked for on {_some(unsure)}: that set has none for"
+            f" {'it' if len(unsure) == 1 else 'them'}, so `{quality['alert_sets'][0]}` is recommended. It takes"
+            f" {texts} with a concept that fire, and none without, to show {100 * asked:g} %."
         )
     return found
 

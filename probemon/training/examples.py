@@ -79,6 +79,7 @@ class Example:
     - `where`: its file and row, for messages.
     - `labels`: concepts of all of it that counts, True or False; what is not there is unknown.
     - `spans`, `rest`: of its characters, and what the others are: "negative" or "unknown".
+    - `outside`: by concept, what is absent outside of all its spans: itself and what is below it.
     - `group`: what it belongs to; None where it says nothing.
     - `of_concept`: it is an example that a concept gives of itself.
     - `generated`: the model wrote it.
@@ -90,6 +91,7 @@ class Example:
     labels: Mapping[str, bool] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
     rest: str = "negative"
+    outside: Mapping[str, Sequence[str]] = field(default_factory=dict)
     group: str | None = None
     of_concept: bool = False
     generated: bool = False
@@ -146,7 +148,7 @@ def read_examples(
     """Read the examples of files, or of an iterable of dicts.
 
     - `exclusive`: a text has its labels and no other concept
-    - `text_field`: the name of the text in rows that have no `text`
+    - `text_field`: the name of the text in rows, whatever else they have
     - `labelled`: whether something has to be known of each text
     - `like`: examples whose concepts and hierarchy these have, whatever they say themselves
 
@@ -159,8 +161,10 @@ def read_examples(
         declared.update(like.concepts)
     for where, given in read_rows(sources):
         row = {key: value for key, value in given.items() if not _is_missing(value)}
-        if "text" not in row and text_field in row:
-            row = {**row, "text": row.pop(text_field)}
+        if text_field in row:
+            row = {**row, "text": row[text_field]}
+        elif "text" in row:
+            raise TrainingError(f"{where} has no {text_field!r}, from which texts are to be read (--text-field)")
         if not {"text", "messages", "positive"} & set(row) and {"examples", "definition"} & set(row):
             concept, of_concept = _concept(row, where)
             if concept.id in here:
@@ -237,6 +241,9 @@ def _closed(
         for span in example.spans
         for id in follows[span.positive][span.concept]
     )
+    # Of what is above a span's concept nothing is said outside: a text of a whale may have other animals.
+    of_spans = dict.fromkeys(span.concept for span in example.spans if span.positive)
+    outside = {id: follows[False][id] for id in of_spans} if example.rest == "negative" else {}
     labels: dict[str, bool] = {}
     for id, known in example.labels.items():
         for other in follows[known][id]:
@@ -256,7 +263,7 @@ def _closed(
             for other in follows[False][id]:
                 if other not in there:
                     labels.setdefault(other, False)
-    return replace(example, labels=labels, spans=spans)
+    return replace(example, labels=labels, spans=spans, outside=outside)
 
 
 def _beside(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
@@ -360,7 +367,7 @@ def _check_keys(row: Mapping[str, Any], where: str) -> None:
 
 def _example(row: Mapping[str, Any], where: str) -> list[Example]:
     _check_keys(row, where)
-    group = _group(row["group"]) if "group" in row else None
+    group = group_of(row.get("group"))
     if "positive" in row and "negative" in row:
         concept = _id(_text(row, "concept", where), where)
         sides = {side: _text(row, side, where) for side in ("positive", "negative")}
@@ -388,7 +395,10 @@ def _example(row: Mapping[str, Any], where: str) -> list[Example]:
     return [Example(where, text, labels=labels, spans=spans, rest=rest, group=group)]
 
 
-def _group(value: Any) -> str | None:
+def group_of(value: Any) -> str | None:
+    """Return the group that a row names, None where it names none."""
+    if _is_missing(value):
+        return None
     # Where a column of numbers has gaps, tables make 1.0 of the 1 that another file has.
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value) if whole else value).strip() or None

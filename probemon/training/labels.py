@@ -50,10 +50,12 @@ def parts_of(example: Example, text: Text, tokens: Tokens, place: Mapping[str, i
             " give whole texts with labels"
         )
     known = np.repeat(whole[None], len(tokens), axis=0)
-    if example.rest == "negative":
-        for span in example.spans:
-            if span.positive and span.concept not in example.labels:
-                known[:, place[span.concept]] = 0
+    for id, absent in example.outside.items():
+        spans = [(span.start, span.end) for span in example.spans if span.positive and span.concept == id]
+        others = ~overlapping(tokens, spans)
+        for other in absent:
+            if other not in example.labels:
+                known[others, place[other]] = 0
     said = np.full(known.shape, -1, dtype=np.int8)  # by spans
     for there in (False, True):
         for span in example.spans:

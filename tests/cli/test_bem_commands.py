@@ -17,9 +17,10 @@ from probemon.bem import BemConfig, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.course import CHECKPOINT, Course
 from probemon.bem.evaluation.held_out import measure
-from probemon.bem.lessons import make_batches, make_lesson, split
+from probemon.bem.lessons import check_row, make_batches, make_lesson, split
 from probemon.bem.training import TrainSettings, evaluate
 from probemon.cli import app as command_line
+from probemon.cli.bem_rows import read as read_bem_rows
 from probemon.errors import BemFileError, ConfigError
 
 SMALL = ["--rank", "2", "--set", "width=6", "--set", "chunk_tokens=3", "--set", "prefix_tokens=6", "--batch", "4"]
@@ -213,6 +214,32 @@ def test_whole_documents_are_split_and_every_part_has_one():
     assert not of["train"] & of["choose"] and not of["train"] & of["test"] and not of["choose"] & of["test"]
     with pytest.raises(ConfigError, match="there are 2 documents"):
         split([0, 1, 1], {"train": 0.6, "choose": 0.1, "test": 0.3}, seed=0)
+
+
+def test_a_text_begins_as_the_tokenizer_begins_it_with_a_chat_template_or_without(words, monkeypatch):
+    encode = type(words).__call__
+
+    def with_bos(self, text, add_special_tokens=True, **more):
+        encoded = encode(self, text, add_special_tokens=False, **more)
+        return {"input_ids": [1, *encoded["input_ids"]] if add_special_tokens else encoded["input_ids"]}
+
+    monkeypatch.setattr(type(words), "__call__", with_bos)
+    for template, begun in ((None, 1), ("{{ messages[0].content }}", 0)):
+        words.chat_template = template
+        text, answer = ({"text": "w1 w2"}, {"prompt": "w1", "answer": "w2"})
+        assert make_lesson(text, "row", words).ids == tuple(words("w1 w2")["input_ids"])
+        if begun:
+            assert make_lesson(answer, "row", words).ids[0] == 1
+    words.chat_template = None
+
+
+def test_rows_of_two_kinds_are_refused_and_groups_of_tables_are_those_of_others(tmp_path):
+    with pytest.raises(ConfigError, match="row has 'prompt' and 'text': give one of them"):
+        check_row({"prompt": "a", "answer": "b", "text": "c"}, "row")
+    lines = [{"text": "one", "group": 1}, {"text": "two", "group": 1.0}, {"text": "three", "group": ""}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": "four", "group": ""}]))
+    assert read_bem_rows([path]).documents == [0, 0, 1, 2]
 
 
 def test_of_a_chat_the_turns_of_the_assistant_count(words):

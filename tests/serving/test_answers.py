@@ -329,6 +329,35 @@ def test_tools_reach_the_chat_template(server, served, monkeypatch):
         assert answer.usage.prompt_tokens == len(served.tokenizer(expected, add_special_tokens=False)["input_ids"])
 
 
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "param"),
+    [
+        ([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}], None, "messages[0]"),
+        ([{"role": "user", "content": "Hi"}, {"role": "system", "content": "Hi"}], None, "messages[1]"),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I look."}], None, "messages[1]"),
+        (
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}],
+            None,
+            "messages[1].tool_calls",
+        ),
+        ([{"role": "user", "content": "Hi"}], [{"type": "function", "function": {"name": "look"}}], "tools"),
+        ([{"role": "user", "content": " Hi "}, {"role": "user", "content": ""}], None, None),
+    ],
+)
+def test_what_the_chat_template_leaves_out_is_refused(server, served, monkeypatch, messages, tools, param):
+    monkeypatch.setattr(served.tokenizer, "chat_template", USERS)
+    body = {"model": "tiny", "messages": messages, "max_tokens": 1} | ({} if tools is None else {"tools": tools})
+    answer = server.ask("POST", "/v1/chat/completions", body)
+    if param is None:
+        assert answer.status == 200
+        return
+    error = json.loads(answer.content)["error"]
+    assert answer.status == 400 and error["param"] == param and "the model never reads it" in error["message"]
+
+
 def test_models_are_listed_and_another_is_not_found(server):
     assert [model.id for model in server.client.models.list()] == ["tiny"]
     assert server.client.models.retrieve("tiny").id == "tiny"

@@ -2,12 +2,16 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from probemon.errors import TrainingError
+from probemon.offline.windows import Tokens
 from probemon.training.examples import Concept, Span, read_examples
+from probemon.training.labels import parts_of
+from probemon.training.texts import Text
 
 TREE = """
 - {id: animal, name: animals, definition: a living thing that moves, examples: [A crab walks., An ant digs.]}
@@ -83,6 +87,40 @@ def test_spans_are_of_characters_and_of_what_is_above_their_concept(tmp_path):
     examples = read_examples([tmp_path / "tree.yaml", _written(tmp_path / "s.jsonl", row)])
     assert examples.texts[-1].spans == (Span(2, 7, "whale"), Span(2, 7, "animal"))
     assert examples.texts[-1].rest == "negative"
+
+
+@pytest.mark.parametrize(
+    ("spans", "rest", "animal", "whale", "bird"),
+    [
+        # "whale crab saw": outside of a whale's span nothing is said of animals, and a crab is one.
+        ([("whale", "whale")], "negative", [1, -1, -1], [1, 0, 0], [-1, -1, -1]),
+        ([("whale", "whale")], "unknown", [1, -1, -1], [1, -1, -1], [-1, -1, -1]),
+        # An animal may be a whale, and what is none is no whale.
+        ([("crab", "animal")], "negative", [0, 1, 0], [0, -1, 0], [0, -1, 0]),
+        ([("whale", "whale"), ("crab", "animal")], "negative", [1, 1, 0], [1, 0, 0], [-1, -1, 0]),
+    ],
+)
+def test_outside_of_spans_a_concept_and_what_is_below_it_are_absent(tmp_path, spans, rest, animal, whale, bird):
+    (tmp_path / "tree.yaml").write_text(TREE)
+    said = "whale crab saw"
+    given = [{"start": (at := said.index(word)), "end": at + len(word), "concept": concept} for word, concept in spans]
+    row = _written(tmp_path / "s.jsonl", {"text": said, "spans": given, "rest": rest})
+    examples = read_examples([tmp_path / "tree.yaml", row])
+    start, end = np.array([0, 6, 11]), np.array([5, 10, 14])
+    tokens = Tokens(np.arange(3), start, end, ())
+    place = {id: p for p, id in enumerate(examples.concepts)}
+    known = np.full((3, len(place)), -1)
+    for part in parts_of(examples.texts[-1], Text("", said), tokens, place):
+        known[part.tokens] = part.known
+    assert [known[:, place[id]].tolist() for id in ("animal", "whale", "bird")] == [animal, whale, bird]
+    assert (known[:, place["tool"]] == -1).all()
+
+
+def test_texts_are_read_from_the_field_that_is_named_whatever_else_a_row_has():
+    row = {"text": "a title", "body": "a whale", "labels": ["x"]}
+    assert [example.text for example in read_examples([row], text_field="body").texts] == ["a whale"]
+    with pytest.raises(TrainingError, match=r"example 1 has no 'body', from which texts are to be read"):
+        read_examples([row, {"text": "b", "body": None, "labels": ["x"]}], text_field="body")
 
 
 def test_a_concept_brings_what_is_above_it_and_is_without_its_siblings(tmp_path):

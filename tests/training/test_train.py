@@ -3,6 +3,7 @@
 The hosts are random, and so are the texts but for their letters: what is tested is the way from labels to scores.
 """
 
+import copy
 import hashlib
 import random
 
@@ -23,7 +24,7 @@ from transformers import (
 from conftest import make_model
 from corpora import LETTERS, make_tokenizer
 from oracle import states as forward_states
-from probemon import DynamicProbeManager
+from probemon import DynamicProbeManager, ProbePack
 from probemon.core.aggregate import Ema, over
 from probemon.core.score_counts import ScoreCounts
 from probemon.errors import ConfigError, HostMismatch, TrainingError
@@ -228,6 +229,38 @@ def test_thresholds_of_tokens_keep_their_rate_though_tokens_of_a_text_are_alike(
     assert over_rate <= 7 and naive > 12  # one in twenty is claimed
     (few,) = thresholds(scores[:400], part[:400], benign, np.arange(150), fpr=0.05)
     assert not few.holds and few.effective == 10  # of ten texts
+
+
+def test_a_threshold_is_a_little_over_the_score_that_it_lies_on():
+    """Texts that begin alike score alike, and another way to compute a score differs in its last bits."""
+    everyone, benign = np.arange(40), np.ones((40, 1), dtype=bool)
+    for value in (1e-7, 0.2, 0.5, 0.999, 1 - 2e-7):
+        scores = np.full((40, 1), value, dtype=np.float32)
+        (found,) = thresholds(scores, everyone, benign, everyone, fpr=0.05)
+        assert np.nextafter(scores, np.float32(1)).max() <= found.value <= value + 1e-5 * min(1, 4 * value)
+        assert found.value == np.float32(found.value) <= 1
+    (found,) = thresholds(np.ones((40, 1), dtype=np.float32), everyone, benign, everyone, fpr=0.05)
+    assert found.value == 1
+    known = (everyone < 60).astype(np.int8)[:, None]
+    scores = np.float32([0.5 + 2**-20] * 38 + [0.5, 0.4])[:, None]
+    (found,) = precision_thresholds(scores, everyone, known, np.ones(40, dtype=bool), everyone, precision=0.8)
+    assert found.fired == (scores > found.value).sum()  # where the next score is nearer than that, it still fires
+
+
+def test_a_concept_that_can_never_fire_is_said_to_be_so(model, tmp_path, caplog):
+    rng = random.Random(0)
+    given = [{"text": text(rng, "z"), "labels": ["zed"]} for _ in range(40)]
+    given += [{"text": text(rng), "not": ["zed"]} for _ in range(40)]
+    found = train(model, given, tmp_path / "p", tokenizer=make_tokenizer(), background=False)
+    assert "can never fire" not in "".join(warnings(found.quality))
+    mute = copy.deepcopy(dict(found.quality))
+    mute["concepts"]["zed"]["alert"]["threshold"] = 1.0
+    assert any("`zed` can never fire: the threshold is 1" in line for line in warnings(mute))
+    pack = ProbePack.open(tmp_path / "p")
+    pack.alert_threshold[:] = 1
+    with caplog.at_level("WARNING"):
+        DynamicProbeManager(pack)
+    assert "'zed' of 'p' can never fire: its alert threshold is 1" in caplog.text
 
 
 def test_one_concept_with_positives_alone_is_compared_fairly(model, tmp_path):

@@ -8,6 +8,8 @@ watched.as_dict(prompt="...")         # the text, the concepts of every token of
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,8 +25,10 @@ from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
 from probemon.monitor.summary import summarise
 from probemon.packs.group import never_fires
+from probemon.tracking.recording import LAST
 
 _RULES_SHOWN = 3
+_MOST_REASONS = 3
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,7 @@ class Watched:
         lines += [
             (
                 f"{counted(len(result), 'token')} ({int((result.phase == 1).sum())} generated),"
-                f" {result.coverage.n_unseen} unseen"
-                " (the last one generated is never run by the host)"
+                f" {result.coverage.n_unseen} unseen{_why_unseen(result.coverage.unseen)}"
             ),
             (
                 f"{counted(pack.n_probes, 'probe')}, {active:.0f} active and {evaluated:.0f} evaluated a token,"
@@ -285,6 +288,14 @@ class Watched:
         if self.above is not None and np.isfinite(self.above).any():
             lines.append("What fires with less than --min-strength is not shown.")
         return lines
+
+
+def _why_unseen(unseen: Sequence[str]) -> str:
+    reasons = Counter(reason for reason in unseen if reason)
+    words = ["the last one generated is never run by the host"] if reasons.pop(LAST, 0) else []
+    words += [f"{n}: {reason}" for reason, n in reasons.most_common(_MOST_REASONS)]
+    words += [f"and {len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS else []
+    return f" ({'; '.join(words)})" if words else ""
 
 
 def apart(*numbers: float) -> list[str]:

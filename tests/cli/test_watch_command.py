@@ -27,7 +27,7 @@ from probemon.cli import app as cli
 from probemon.cli import watch as command
 from probemon.cli.common import chat_messages
 from probemon.cli.live_view import LiveView
-from probemon.cli.watch_answer import apart
+from probemon.cli.watch_answer import _why_unseen, apart
 from probemon.cli.watch_rules import score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
 from probemon.models.ltm import LtmConfig, LtmForCausalLM
@@ -35,6 +35,7 @@ from probemon.monitor import overhead as measuring
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import describe, leading
 from probemon.packs.group import PackGroup
+from probemon.tracking.recording import LAST
 
 PACK = "probes/wordnet-smollm2-135m"
 TOKEN = re.compile(r"\s*\d+  ")  # the line of one
@@ -147,6 +148,15 @@ def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_pat
         console.print(view.render())
     shown = re.findall(r"reads (\S+) at (\d+) ", frame.get())
     assert shown == [(one["token"], str(one["position"])) for (one,) in read if one["token_id"] >= 0]
+
+
+def test_every_reason_for_which_tokens_are_unseen_is_told():
+    assert _why_unseen(["", LAST]) == " (the last one generated is never run by the host)"
+    assert _why_unseen(["", ""]) == ""
+    many = ["a", "b", "b", LAST, *"cde"]
+    assert _why_unseen(many) == (
+        " (the last one generated is never run by the host; 2: b; 1: a; 1: c; and 2 more reasons)"
+    )
 
 
 @pytest.mark.parametrize(

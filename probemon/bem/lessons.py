@@ -24,6 +24,7 @@ import torch
 from probemon.bem.losses import Batch
 from probemon.core.counted import counted
 from probemon.errors import ConfigError
+from probemon.host.chat_template import left_out
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,13 @@ def _parts_of_chat(turns: Sequence[Mapping[str, str]], where: str, tokenizer: An
                 )
             parts.append((text[len(done) :], counts))
             done = text
+    last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
+    read = list(turns[: last + 1])
+    if lost := left_out(lambda chat: str(tokenizer.apply_chat_template(list(chat), tokenize=False)), read):
+        raise ConfigError(
+            f"{where}: the host's chat template leaves out turn {lost[0] + 1}, with the role {read[lost[0]]['role']!r}:"
+            " nothing would be learned of it"
+        )
     return parts
 
 

@@ -251,6 +251,10 @@ def _show(analysis: Analysis) -> None:
         say(f"caution: {caution}")
     if totals.get("audit", {}).get("n_tokens"):
         say(f"audit: {Audit.of_totals(totals['audit'])}")
+    floor, alert = analysis.manifest["identity"]["floor"], concepts.column("alert_threshold").to_numpy()
+    if floor == "fired" and (n_never := int((alert >= 1).sum())):
+        have, it = ("has an alert threshold", "it") if n_never == 1 else ("have alert thresholds", "them")
+        say(f"{counted(n_never, 'concept')} {have} of 1, which no score exceeds: there are no rows of {it}")
     if not totals["rows"]:
         say(f"no score was over the floor ({analysis.manifest['identity']['floor']})")
         return

@@ -24,7 +24,7 @@ from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
 from probemon.monitor.summary import summarise
-from probemon.packs.group import never_fires
+from probemon.packs.group import never_fires, told_of_never
 from probemon.tracking.recording import LAST
 
 _RULES_SHOWN = 3
@@ -279,6 +279,8 @@ class Watched:
                 f"{n_mute - n_ranked} of {pack.n_probes} probes have no alert threshold, so that they are never shown,"
                 " whatever they score: probemon calibrate sets one"
             )
+        if never := told_of_never(pack):
+            lines.append(never)
         if self.above is not None and np.isposinf(self.above).any():
             n_shown = int((self.above < np.inf).sum())
             lines.append(

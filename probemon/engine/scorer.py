@@ -36,7 +36,7 @@ from probemon.engine.memory.arena import Arena
 from probemon.engine.outcome import Outcome
 from probemon.errors import ConfigError
 from probemon.packs.configured import ConfiguredPack, configure_group, found
-from probemon.packs.group import AnyPack, PackGroup, Packs, one_or_several, told_of_never
+from probemon.packs.group import AnyPack, PackGroup, Packs, never_fires, one_or_several, told_of_never
 from probemon.packs.pack import ProbePack
 
 LOG = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ class Scorer:
         self.pack = one_or_several(pack)
         if alert_set is not None:
             self.pack = self.pack.with_alert_set(alert_set)
-        if told := told_of_never(self.pack):
-            LOG.warning("%s", told)
+        if 2 * len(never_fires(self.pack)) >= self.pack.n_probes:  # of fewer, commands say it beside their counts
+            LOG.warning("%s: %s", self.pack.name, told_of_never(self.pack))
         group = self.pack if isinstance(self.pack, PackGroup) else None
         self._parts = (
             [ConfiguredPack.of(self.pack, settings)]

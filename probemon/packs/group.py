@@ -214,13 +214,9 @@ def told_of_never(pack: AnyPack) -> str:
     probes = never_fires(pack).tolist()
     if not probes:
         return ""
-    shown = ", ".join(ascii(pack.concepts[probe]["id"]) for probe in probes[:_SHOWN])
+    shown = ", ".join(ascii(pack.concepts[probe]["name"]) for probe in probes[:_SHOWN])
     more = f" and {len(probes) - _SHOWN:,} more" if len(probes) > _SHOWN else ""
-    their = "its alert threshold is 1" if len(probes) == 1 else "their alert thresholds are 1"
-    return (
-        f"{shown}{more} of {pack.name!a} can never fire: {their}, which no score exceeds. Calibrate the pack on"
-        " other texts, or train it anew"
-    )
+    return f"never {'fires' if len(probes) == 1 else 'fire'} (alert threshold 1): {shown}{more}"
 
 
 def _opened(pack: Any) -> Any:

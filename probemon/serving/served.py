@@ -20,6 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
+from probemon.host.chat_template import Messages, left_out
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
 from probemon.monitor.budget import Ladder
@@ -29,8 +30,6 @@ from probemon.monitor.rules import make_rules
 from probemon.serving.held import Holding
 from probemon.serving.limits import Limits
 from probemon.serving.requests import Request, WantedRule, Watch
-
-_LONG = 40  # characters of a message: fewer may stand in a prompt by chance
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -167,30 +166,19 @@ class Served:
 
     def _check_read(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
         """Raise `RequestRefused` for what the template leaves out: the model would be asked another thing."""
-        text = self._templated(messages, tools, as_text=True)
 
-        def changes(other: list[dict[str, Any]], other_tools: list[Any] | None) -> bool:
-            try:
-                return bool(self._templated(other, other_tools, as_text=True) != text)
-            except RequestRefused:  # it looked
-                return True
+        def text(messages: Messages, tools: list[Any] | None = tools) -> str:
+            return str(self._templated([dict(message) for message in messages], tools, as_text=True))
 
-        def refuse(what: str, param: str) -> RequestRefused:
-            return RequestRefused(
-                f"the chat template of {self.name} leaves {what} out: the model never reads it", param
-            )
-
-        if tools and not changes(messages, None):
-            raise refuse("the tools", "tools")
-        for at, message in enumerate(messages):
-            before, after, content = messages[:at], messages[at + 1 :], message["content"].strip()
-            sure = message["role"] in ("user", "assistant") or len(content) >= _LONG
-            other = {**message, "content": f"{content} {at}"}
-            if content and not (sure and content in text) and not changes([*before, other, *after], tools):
-                raise refuse(f"a message with the role {message['role']!r}", f"messages[{at}]")
-            without = {name: value for name, value in message.items() if name != "tool_calls"}
-            if message.get("tool_calls") and not changes([*before, without, *after], tools):
-                raise refuse("tool_calls", f"messages[{at}].tool_calls")
+        what, param = "", ""
+        if tools and text(messages, None) == text(messages):
+            what = param = "tools"
+        elif lost := left_out(text, messages):
+            at, part = lost
+            what = f"a message with the role {messages[at]['role']!r}" if part == "content" else part
+            param = f"messages[{at}]" if part == "content" else f"messages[{at}].{part}"
+        if what:
+            raise RequestRefused(f"the chat template of {self.name} leaves {what} out: the model never reads it", param)
 
     def _ids_of(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, str):

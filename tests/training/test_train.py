@@ -260,7 +260,7 @@ def test_a_concept_that_can_never_fire_is_said_to_be_so(model, tmp_path, caplog)
     pack.alert_threshold[:] = 1
     with caplog.at_level("WARNING"):
         DynamicProbeManager(pack)
-    assert "'zed' of 'p' can never fire: its alert threshold is 1" in caplog.text
+    assert "p: never fires (alert threshold 1): 'zed'" in caplog.text
 
 
 def test_one_concept_with_positives_alone_is_compared_fairly(model, tmp_path):

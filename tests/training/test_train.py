@@ -100,8 +100,8 @@ def test_what_is_claimed_is_what_the_written_pack_does(model, trained, settings)
         tokens = np.concatenate([by_part[i][:, p] for i in benign])
         threshold = float(trained.pack.alert_threshold[p])
         assert found["alert"]["threshold"] == threshold and found["alert"]["n"] == len(tokens)
-        assert (tokens > threshold + 1e-6).sum() <= found["alert"]["allowed"]
-        assert (tokens >= threshold - 1e-6).sum() > found["alert"]["allowed"]
+        assert (tokens > threshold).sum() <= found["alert"]["allowed"]  # by the engine's own scores, without slack
+        assert (tokens >= threshold - 1e-5).sum() > found["alert"]["allowed"]
         counted, own = trained.pack.score_counts()[p].numpy(), ScoreCounts.of(tokens[:, None]).counts[0]
         # Another forward has other last bits, so that a score may be in the bin beside.
         assert counted.sum() == len(tokens) and np.abs(np.cumsum(counted) - np.cumsum(own)).max() <= 3

@@ -460,6 +460,8 @@ def test_cases_of_training_are_what_was_measured():
     many = result("training_thousand.json")["cases"]["thousand"]
     assert many["areas"]["concepts"] == 1000 and sum(part["tokens"] for part in many["examples"].values()) > 1e6
     assert f"took {many['minutes']:.0f} minutes and {many['gigabytes']:.0f} GB of memory" in page
+    took = found["cases"]["pairs"]["minutes"], len(found["cases"]["pairs"]["sites"])
+    assert f"fifty sentences at five layers took {took[0]:.1f} minutes" in page and took[1] == 5
     pairs = found["cases"]["pairs"]["concepts"]["scrambled"]
     assert pairs["baselines"]["words"] == 0.5 and pairs["tpr_at_fpr"]["0.01"] is None
 

@@ -83,7 +83,10 @@ class Running:
                 connection.putheader(name, value)
         connection.endheaders(body)
         answer = connection.getresponse()
-        content = answer.read()
+        try:
+            content = answer.read()
+        except ConnectionResetError:  # refused by its head, and closed before its body was read
+            content = b""
         connection.close()
         return SimpleNamespace(status=answer.status, headers=answer.headers, content=content)
 

@@ -52,7 +52,7 @@ def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_views_that_are_kept_are_those_of_the_weights_as_they_are_now(dtype):
-    net, x = weights(SHAPES["two layers"], 16, dtype), torch.randn(3, 16).to(input_dtype(dtype))
+    net, x = weights(SHAPES["two layers"], 24, dtype), torch.randn(3, 24).to(input_dtype(dtype))  # square first layers
     rows, slots = torch.arange(3).repeat(11), torch.arange(11).repeat_interleave(3)
 
     def check():
@@ -72,6 +72,8 @@ def test_views_that_are_kept_are_those_of_the_weights_as_they_are_now(dtype):
         net[name].data = other(net[name])  # the same tensor in another place
         assert len({tuple(one.flatten().tolist()) for one in (first, in_place, replaced, check())}) == 4, name
         first = check()
+    net["w1"].transpose_(1, 2)  # the same tensor in the same place, of the same shape
+    assert not torch.equal(check(), first)
     net["w2"] = net["w2"].mT.contiguous().mT  # strided, so that what is read is a copy
     first = check()
     net["w2"].copy_(other(net["w2"]))

@@ -29,7 +29,7 @@ def _kept_views(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """Return `views_of` the weights, those of the last call where it was the same tensors at the same places."""
     first = weights["w1"]
     others = [tensor for tensor in weights.values() if tensor is not first]
-    places = [(name, tensor.data_ptr(), tensor.shape) for name, tensor in weights.items()]
+    places = [(name, tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in weights.items()]
     kept = _kept.get(first)
     if kept is not None and places == kept[1] and all(a is b for a, b in zip(others, kept[0], strict=True)):
         return kept[2]  # type: ignore[no-any-return]

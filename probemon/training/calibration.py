@@ -179,13 +179,17 @@ def number(value: float) -> float | None:
 def _over(value: float, below: float = np.inf) -> float:
     """A threshold in fp32 that a score of `value` does not exceed, whoever computes it: higher by a little more than
     what two ways to compute a score differ in. Texts that begin alike have the same states, so that many score alike.
+
+    Where that would reach `below`, it is the first fp32 that is not under the value; it is never over 1.
     """
+    least = np.float32(value)
+    least = least if least >= value else np.nextafter(least, np.float32(np.inf))
     if not 0 < value < 1:
-        return float(value)
+        return float(least)
     exact = np.float64(value)
     raised = np.float32(1 / (1 + np.exp(np.log1p(-exact) - np.log(exact) - _APART)))
-    raised = max(raised, np.nextafter(np.float32(value), np.float32(np.inf)))
-    return float(raised if raised < below else value)
+    raised = min(max(raised, np.nextafter(least, np.float32(np.inf))), np.float32(1))
+    return float(raised if raised < below else least)
 
 
 def as_floats(found: Sequence[Threshold | Precise]) -> Floats:

@@ -24,7 +24,7 @@ import torch
 from probemon.bem.losses import Batch
 from probemon.core.counted import counted
 from probemon.errors import ConfigError
-from probemon.host.chat_template import left_out
+from probemon.host.chat_template import left_out, writer
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Lesson:
 
 def check_row(row: Mapping[str, Any], where: str) -> str:
     """Return what kind of row this is: "text", "answer" or "chat". Raises `ConfigError`."""
-    kinds = [name for name in ("messages", "prompt", "text") if row.get(name) is not None]
+    # In a table every row has every column: what is empty, or no text, says nothing.
+    kinds = [name for name in ("messages", "prompt", "text") if isinstance(row.get(name), (str, list)) and row[name]]
     if len(kinds) > 1:
         raise ConfigError(f"{where} has {kinds[0]!r} and {kinds[1]!r}: give one of them, the other would be left out")
     if "messages" in row:
@@ -126,7 +127,7 @@ def _parts_of_chat(turns: Sequence[Mapping[str, str]], where: str, tokenizer: An
             done = text
     last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
     read = list(turns[: last + 1])
-    if lost := left_out(lambda chat: str(tokenizer.apply_chat_template(list(chat), tokenize=False)), read):
+    if lost := left_out(writer(tokenizer), read):
         raise ConfigError(
             f"{where}: the host's chat template leaves out turn {lost[0] + 1}, with the role {read[lost[0]]['role']!r}:"
             " nothing would be learned of it"

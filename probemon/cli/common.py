@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from probemon.cli.terminal import say, terminal
 from probemon.errors import ConfigError
-from probemon.host.chat_template import left_out
+from probemon.host.chat_template import left_out, writer
 from probemon.host.loading import check_is_no_pack, load_model, slow_number
 from probemon.offline.windows import Window
 
@@ -49,7 +49,7 @@ def chat_messages(tokenizer: Any, prompt: str, system: str | None = None) -> Any
         raise ConfigError("this model has no chat template, so there is no place for --system: put it into --prompt")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
     try:
-        lost = left_out(lambda chat: str(tokenizer.apply_chat_template(list(chat), tokenize=False)), messages)
+        lost = left_out(writer(tokenizer), messages)
     except Exception as error:  # a template is a program of the model's own
         raise ConfigError(f"the model's chat template takes no --system ({error}): put it into --prompt") from error
     if lost == (0, "content"):

@@ -1,7 +1,7 @@
 """What a chat template leaves out of a chat. Templates are programs of the model's own: some skip roles in silence.
 
-chat = left_out(render, messages)                # (0, "content") where nothing of the first message is in the prompt
-render(messages)                                 # the text of a chat; an error of it counts as having looked
+lost = left_out(writer(tokenizer), messages)     # (0, "content") where nothing of the first message is in the prompt
+lost = left_out(render, messages)                # render(messages): the text of a chat, by any other way
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ Messages = Sequence[Mapping[str, Any]]
 _LONG = 40  # characters of a message: fewer may stand in a prompt by chance
 
 
+def writer(tokenizer: Any) -> Callable[[Messages], str]:
+    """Return what writes a chat as the tokenizer's template does."""
+    return lambda messages: str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+
+
 def left_out(render: Callable[[Messages], str], messages: Messages) -> tuple[int, str] | None:
     """Return which message of a chat, and what of it ("content", "tool_calls"), changes nothing in its text; the first,
     None where all that is said is there.
 
-    A message whose words stand in the text is taken to be read: they are looked for before anything is tried.
+    A message whose words stand in the text is taken to be read: they are looked for before anything is tried. An error
+    of `render` at a chat that was changed counts as having looked; at the chat itself it is raised.
     """
     text = render(messages)
     for at, message in enumerate(messages):

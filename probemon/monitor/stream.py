@@ -32,7 +32,7 @@ from probemon.core.memory_reads import MemoryReads, Reading, with_texts
 from probemon.core.scores import GENERATED, PHASES, Coverage, Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
-from probemon.host.chat_template import left_out
+from probemon.host.chat_template import left_out, writer
 from probemon.monitor.companion import Companion
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import Guard
@@ -94,7 +94,7 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[
     if isinstance(messages, str):
         return dict(tokenizer(messages, return_tensors="pt"))
     check_mappings("messages", messages)
-    if lost := left_out(lambda chat: str(tokenizer.apply_chat_template(list(chat), tokenize=False)), messages):
+    if lost := left_out(writer(tokenizer), messages):
         at, part = lost
         raise ConfigError(
             f"the chat template leaves out {part} of messages[{at}], with the role {messages[at].get('role')!r}: the"

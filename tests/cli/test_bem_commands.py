@@ -236,6 +236,8 @@ def test_a_text_begins_as_the_tokenizer_begins_it_with_a_chat_template_or_withou
 def test_rows_of_two_kinds_are_refused_and_groups_of_tables_are_those_of_others(tmp_path):
     with pytest.raises(ConfigError, match="row has 'prompt' and 'text': give one of them"):
         check_row({"prompt": "a", "answer": "b", "text": "c"}, "row")
+    for empty in ("", None, float("nan")):  # of a table
+        assert check_row({"prompt": "a", "answer": "b", "text": empty}, "row") == "answer"
     lines = [{"text": "one", "group": 1}, {"text": "two", "group": 1.0}, {"text": "three", "group": ""}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": "four", "group": ""}]))

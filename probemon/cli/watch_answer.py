@@ -8,7 +8,6 @@ watched.as_dict(prompt="...")         # the text, the concepts of every token of
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from probemon.core.baselines import is_of_traffic
 from probemon.core.counted import counted
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
-from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
+from probemon.monitor.result import ConceptScore, Result, describe, firing, told_reasons, without_thresholds
 from probemon.monitor.summary import summarise
 from probemon.packs.group import never_fires, told_of_never
 from probemon.tracking.recording import LAST
@@ -293,10 +292,8 @@ class Watched:
 
 
 def _why_unseen(unseen: Sequence[str]) -> str:
-    reasons = Counter(reason for reason in unseen if reason)
-    words = ["the last one generated is never run by the host"] if reasons.pop(LAST, 0) else []
-    words += [f"{n}: {reason}" for reason, n in reasons.most_common(_MOST_REASONS)]
-    words += [f"and {len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS else []
+    words = ["the last one generated is never run by the host"] if LAST in unseen else []
+    words += told_reasons([reason for reason in unseen if reason != LAST], _MOST_REASONS)
     return f" ({'; '.join(words)})" if words else ""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from probemon.core.aggregate import Aggregator, Doubles, named, over
 from probemon.core.baselines import is_of_traffic, needs_every_token, with_counts
 from probemon.core.checks import MOST, check_count, shown
 from probemon.core.extras import import_arrow
+from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
@@ -102,6 +104,13 @@ def without_ancestors(pack: AnyPack, probes: Sequence[int]) -> list[int]:
     """Return the probes less those that stand above another of them: what these say, the lower one says, too."""
     above = {ancestor for probe in probes for ancestor in pack.tree.ancestors(probe)}
     return [probe for probe in probes if probe not in above]
+
+
+def told_reasons(unseen: Sequence[str], most: int) -> list[str]:
+    """Return "N: reason" for the commonest reasons of tokens that are unseen, and how many reasons are left out."""
+    reasons = Counter(reason for reason in unseen if reason)
+    words = [f"{n:,}: {clip(reason, 200)}" for reason, n in reasons.most_common(most)]
+    return words + ([f"and {len(reasons) - most:,} more reasons"] if len(reasons) > most else [])
 
 
 def without_thresholds(pack: AnyPack) -> Mask:

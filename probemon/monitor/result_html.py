@@ -6,7 +6,6 @@ result_html(result)         # what result._repr_html_() returns
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
@@ -15,7 +14,7 @@ import numpy as np
 from probemon.core.harmless_text import clip
 from probemon.core.scores import GENERATED, PHASES, unlike
 from probemon.core.static_html import Colours, element, fragment, path_of, size_of, table
-from probemon.monitor.result import ConceptScore, Result, ranked, without_thresholds
+from probemon.monitor.result import ConceptScore, Result, ranked, told_reasons, without_thresholds
 from probemon.monitor.summary import Stretch, lower_thresholds, nothing_listed, summarise
 from probemon.monitor.token_html import token_span
 
@@ -56,8 +55,7 @@ def _coverage(result: Result) -> Iterator[Element]:
     on = "" if host is None else f" on {clip(host.model, 120)} ({clip(host.dtype, 40)})"
     yield element("p", counts, element("bdi", clip(result.pack.name, 120)), on)
     means = {name: getattr(cover, name).sum() / max(1, n_seen) for name in ("active", "evaluated")}
-    reasons = Counter(reason for reason in cover.unseen if reason).most_common(_MOST_REASONS)
-    why = "; ".join(f"{count:,}: {clip(reason, 200)}" for reason, count in reasons)
+    why = "; ".join(told_reasons(cover.unseen, _MOST_REASONS))
     yield element(
         "p",
         f"Coverage: of {cover.n_probes:,} probes {means['active']:,.1f} active and {means['evaluated']:,.1f} evaluated"

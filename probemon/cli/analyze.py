@@ -256,7 +256,7 @@ def _show(analysis: Analysis) -> None:
         have, it = ("has an alert threshold", "it") if n_never == 1 else ("have alert thresholds", "them")
         say(f"{counted(n_never, 'concept')} {have} of 1, which no score exceeds: there are no rows of {it}")
     if not totals["rows"]:
-        say(f"no score was over the floor ({analysis.manifest['identity']['floor']})")
+        say(f"no score was over the floor ({floor})")
         return
     table = plain_table()
     for name, side in (("concept", "left"), ("documents", "right"), ("tokens", "right"), ("highest", "right")):

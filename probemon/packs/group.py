@@ -216,7 +216,8 @@ def told_of_never(pack: AnyPack) -> str:
         return ""
     shown = ", ".join(ascii(pack.concepts[probe]["name"]) for probe in probes[:_SHOWN])
     more = f" and {len(probes) - _SHOWN:,} more" if len(probes) > _SHOWN else ""
-    return f"never {'fires' if len(probes) == 1 else 'fire'} (alert threshold 1): {shown}{more}"
+    fire = "concept never fires" if len(probes) == 1 else "concepts never fire"
+    return f"{len(probes):,} {fire} (alert threshold 1): {shown}{more}"
 
 
 def _opened(pack: Any) -> Any:

@@ -162,7 +162,7 @@ def read_examples(
     for where, given in read_rows(sources):
         row = {key: value for key, value in given.items() if not _is_missing(value)}
         if text_field in row:
-            row = {**row, "text": row[text_field]}
+            row["text"] = row.pop(text_field)
         elif "text" in row:
             raise TrainingError(f"{where} has no {text_field!r}, from which texts are to be read (--text-field)")
         if not {"text", "messages", "positive"} & set(row) and {"examples", "definition"} & set(row):

@@ -241,6 +241,8 @@ def test_a_threshold_is_a_little_over_the_score_that_it_lies_on():
         assert found.value == np.float32(found.value) <= 1
     (found,) = thresholds(np.ones((40, 1), dtype=np.float32), everyone, benign, everyone, fpr=0.05)
     assert found.value == 1
+    (found,) = thresholds(np.full((40, 1), 1 - 1e-9), everyone, benign, everyone, fpr=0.05)  # a running score, fp64
+    assert found.value == 1
     known = (everyone < 60).astype(np.int8)[:, None]
     scores = np.float32([0.5 + 2**-20] * 38 + [0.5, 0.4])[:, None]
     (found,) = precision_thresholds(scores, everyone, known, np.ones(40, dtype=bool), everyone, precision=0.8)
@@ -260,7 +262,7 @@ def test_a_concept_that_can_never_fire_is_said_to_be_so(model, tmp_path, caplog)
     pack.alert_threshold[:] = 1
     with caplog.at_level("WARNING"):
         DynamicProbeManager(pack)
-    assert "p: never fires (alert threshold 1): 'zed'" in caplog.text
+    assert "p: 1 concept never fires (alert threshold 1): 'zed'" in caplog.text
 
 
 def test_one_concept_with_positives_alone_is_compared_fairly(model, tmp_path):

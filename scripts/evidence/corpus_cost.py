@@ -43,7 +43,7 @@ from real_text import bbc
 MEASURES = ("scripts/evidence/corpus_cost.py", "probemon/core", "probemon/engine", "probemon/offline", "probes")
 
 ROOT = Path(__file__).resolve().parents[2]
-BAR_PCT = 15.0
+BAR_PCT = 5.0
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ GPU_BARS = {
     "step_us": (50.0, "most"),
     "decode_overhead_pct": (1.0, "most"),
     "vs_repaired_bank": (5.0, "least"),
+    "worst_cell_vs_best_other": (1.0, "most"),
 }
 
 

@@ -115,42 +115,36 @@ class _Buffers:
 
     def __init__(self, cascade: DeviceCascade, x: Tensor, n: int, n_probes: int) -> None:
         device = cascade.device
+        on_gpu, sizes = device.type == "cuda", (n, cascade.cap, cascade.n_kept, len(x) // n)
         with torch.inference_mode(False):  # else they could not be written outside of that mode
             self._cascade, self._x = cascade, torch.zeros(x.shape, dtype=x.dtype, device=device)
             self._before = torch.full((n, cascade.n_kept), -1, dtype=torch.int32, device=device)
-        self._results: tuple[DeviceDescent, Tensor] | None = None
-        self._host: list[Tensor] = []
+            memory = torch.empty(DeviceDescent.size(*sizes), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._found = DeviceDescent.of(*sizes, memory)  # on the host
         self._graph: Any = None
-        self._done: Any = torch.cuda.Event() if device.type == "cuda" else None
+        self._done: Any = torch.cuda.Event() if on_gpu else None
         self._n_runs = 0
         self.kept = np.zeros((n, n_probes), dtype=bool)  # what the last step retained, here and on the device
 
     def run(self, steps: DeviceSteps, x: Tensor, retained: Mask) -> None:
         self._x.copy_(x)
         self._take(steps, retained)
-        cuda = self._done is not None
         if self._graph is None and steps.captures and self._n_runs >= _WARM:
             self._capture(steps)
         if self._graph is not None:
             self._graph.replay()
         else:
-            self._results = self._descend()
+            self._descend()
         self._n_runs += 1
-        assert self._results is not None
-        sets, largest = self._results
-        results = [sets.count, sets.ids, sets.scores, sets.kept, sets.overflowed, largest]
-        if not self._host:
-            with torch.inference_mode(False):
-                self._host = [torch.empty(r.shape, dtype=r.dtype, device="cpu", pin_memory=cuda) for r in results]
-        for on_device, on_host in zip(results, self._host, strict=True):
-            on_host.copy_(on_device, non_blocking=cuda)
-        if cuda:
+        if self._done is not None:
             self._done.record()
 
-    def _descend(self) -> tuple[DeviceDescent, Tensor]:
-        n = len(self._before)
-        sets = self._cascade.descend(self._x, n, self._before)
-        return sets, largest_values(self._x)
+    def _descend(self) -> None:
+        """Enqueue a descent, bring its results to the host, and what it retained to where the next one begins."""
+        found = self._cascade.descend(self._x, len(self._before), self._before)
+        found.largest.copy_(largest_values(self._x))
+        self._before.copy_(found.kept)
+        self._found.memory.copy_(found.memory, non_blocking=self._done is not None)
 
     def _capture(self, steps: DeviceSteps) -> None:
         # Not torch.cuda.graph, which waits for the whole device and empties its cache: the host model is in the middle
@@ -160,7 +154,7 @@ class _Buffers:
             with torch.inference_mode(False):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    results = self._descend()
+                    self._descend()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
@@ -168,14 +162,11 @@ class _Buffers:
             LOG.warning("the descent could not be captured as a graph (%s): it is launched kernel by kernel", why)
             steps.captures = False
             return
-        self._graph, self._results = graph, results
+        self._graph = graph
         steps.n_captured += 1
 
     def _take(self, steps: DeviceSteps, retained: Mask) -> None:
-        if self._results is not None and np.array_equal(self.kept, retained):
-            self._before.copy_(self._results[0].kept)
-            return
-        if self._results is None and not retained.any():
+        if np.array_equal(self.kept, retained):  # the device has them already
             return
         steps.n_uploaded += 1
         rows, probes = np.nonzero(retained)
@@ -186,7 +177,8 @@ class _Buffers:
     def results(self) -> StepResults:
         if self._done is not None:
             self._done.synchronize()
-        count, ids, scores, kept, overflowed, largest = (tensor.numpy() for tensor in self._host)
+        found = self._found
+        count, ids, scores, kept = (t.numpy() for t in (found.count, found.ids, found.scores, found.kept))
         filled = np.arange(ids.shape[1]) < count[:, None]
         rows = np.nonzero(filled)[0]
         order = np.lexsort((ids[filled], rows))
@@ -194,4 +186,5 @@ class _Buffers:
         keeps = kept >= 0
         self.kept[np.nonzero(keeps)[0], kept[keeps]] = True
         ptr = np.concatenate([[0], np.cumsum(count)])
-        return StepResults(ptr, ids[filled][order], scores[filled][order], self.kept, overflowed != 0, largest.copy())
+        overflowed, largest = found.overflowed.numpy() != 0, found.largest.numpy().copy()
+        return StepResults(ptr, ids[filled][order], scores[filled][order], self.kept, overflowed, largest)

@@ -2,7 +2,9 @@
 
     found = measure(torch.device("cuda"))          # rows and claims; raises WrongScores before anything is timed
 
-Times are the device's own, between two events around a call, the chip's cache swept before each, the methods in turns.
+Times are the device's own, between two events. A graph's launch alone takes them some ten microseconds apart, so what
+is short is timed as a graph of `N_SETS` calls, each over weights of its own, which are more than the chip's cache
+holds; what cannot be (a step) has that cache swept before each, and the sweeps alone are taken off. Methods take turns.
 Random weights. `kernel_read_fraction` is the weights' bytes over the kernel's time, over the rate at which this GPU was
 seen to read. On a CPU (for a dry run at small sizes) times are the host's and nothing is captured.
 """
@@ -28,7 +30,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import descend
 from probemon.engine.device_steps import DeviceSteps
 from probemon.engine.kernels import score_probes
-from probemon.engine.kernels.triton_cascade import DeviceCascade
+from probemon.engine.kernels.triton_cascade import DeviceCascade, DeviceDescent
 from probemon.engine.kernels.triton_pairs import normalise_triton
 from probemon.engine.memory.slab import Layout, Record, Slab
 from probemon.engine.memory.uploads import Staged
@@ -38,18 +40,20 @@ N_SETS = 8
 CELLS = tuple(Cell(d, "bfloat16", batch, 64) for d in (2560, 4096) for batch in (1, 8, 64))
 SWEEP_BYTES = 256 << 20
 OURS, INT8, REPAIRED = "ours (triton)", "ours (triton), int8 copies", "stacked bank, repaired"
+GATHERED = "gather, then bmm"
+FLOOR = "floor: first layers summed by torch"
 
 
 class Timer:
-    """Seconds of a call on a device, after its caches were swept: by reading, since what was written would be written
-    back meanwhile.
+    """Seconds of a call on a device, after its caches were swept (`sweep`): by reading, since what was written would be
+    written back meanwhile.
     """
 
     def __init__(self, device: torch.device, sweep_bytes: int = SWEEP_BYTES) -> None:
-        self.device, self._sweep = device, torch.ones(sweep_bytes // 4, dtype=torch.int32, device=device)
+        self.device, self._swept = device, torch.ones(sweep_bytes // 4, dtype=torch.int32, device=device)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        self._sweep.sum()
+        self.sweep()
         if self.device.type != "cuda":
             return wall_clock(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -59,6 +63,9 @@ class Timer:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+    def sweep(self) -> object:
+        return self._swept.sum()
 
 
 def in_turns(methods: dict[str, Callable[[int], object]], n_rounds: int, timer: Timer) -> dict[str, list[float]]:
@@ -94,6 +101,12 @@ def captured(device: torch.device, call: Callable[[], object]) -> Callable[[], o
     return replay
 
 
+def every_set(device: torch.device, call: Callable[[int], object]) -> Callable[[int], object]:
+    """All sets, one after another, as one graph: it is timed whole, and a call's share of it stands for the call."""
+    calls = captured(device, lambda: [call(at) for at in range(N_SETS)])
+    return lambda _: calls()
+
+
 def random_bank(n: int, cell: Cell, device: torch.device) -> dict[str, Tensor]:
     """Stacked random weights of `n` 128-64-1 probes."""
     generator, dtype = torch.Generator(device=device).manual_seed(0), getattr(torch, cell.dtype)
@@ -119,9 +132,8 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
     x = torch.randn(
         N_SETS, cell.batch, cell.hidden, device=device, generator=torch.Generator(device).manual_seed(0)
     ).to(bank["w1"].dtype)
-    sets = [
-        torch.from_numpy(np.sort(rng.choice(n_bank, cell.n_probes, replace=False))).to(device) for _ in range(N_SETS)
-    ]
+    apart = rng.permutation(n_bank)[: N_SETS * cell.n_probes].reshape(N_SETS, cell.n_probes)  # no set has another's
+    sets = [torch.from_numpy(np.sort(chosen)).to(device) for chosen in apart]
     rows = torch.arange(cell.batch, device=device).repeat(cell.n_probes)
     slots = [chosen.repeat_interleave(cell.batch) for chosen in sets]
     stacks = [{name: w[chosen].contiguous() for name, w in bank.items()} for chosen in sets]
@@ -132,7 +144,7 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
     eager: dict[str, Callable[[int], Any]] = {
         OURS: lambda at: score_probes(x[at], bank, rows, slots[at], impl="triton"),
         REPAIRED: lambda at: bank_forward(stacks[at], x[at]),
-        "gather, then bmm": gathered,
+        GATHERED: gathered,
     }
     errors, want_stored = {}, exact_scores(stacks[0], x[0])
     if x.dtype == torch.bfloat16:
@@ -150,18 +162,21 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
             assert isinstance(replayed, Tensor)
             if not torch.equal(replayed, eagerly):
                 raise WrongScores(f"{name} at {cell}: a captured graph gives other scores")
+    del graphs
     everything = torch.arange(n_bank, device=device)
     methods: dict[str, Callable[[int], object]] = {
         f"{name}, launched from Python": method for name, method in eager.items()
     }
-    methods |= {name: lambda at, calls=calls: calls[at]() for name, calls in graphs.items()}  # type: ignore[misc]
     if cell.batch == 1:
         methods["every probe of the bank"] = lambda at: score_probes(
             x[at], bank, torch.zeros_like(everything), everything, impl="triton"
         )
-    taken = in_turns(methods, n_rounds, timer)
+    first = [stack["w1"].flatten().view(torch.float32) for stack in stacks]
+    whole = {name: every_set(device, method) for name, method in (eager | {FLOOR: lambda at: first[at].sum()}).items()}
+    taken = in_turns(methods | whole, n_rounds, timer)
+    taken |= {name: [seconds / N_SETS for seconds in taken[name]] for name in whole}
     n_bytes = sum(w[0].numel() * w.element_size() for w in bank.values()) * cell.n_probes
-    found = rows_of(taken, {"part": "scoring", **asdict(cell), "weight_bytes": n_bytes}, ours=OURS, floor=None)
+    found = rows_of(taken, {"part": "scoring", **asdict(cell), "weight_bytes": n_bytes}, ours=OURS, floor=FLOOR)
     return [{**row, "max_error": errors.get(row["method"].removesuffix(", launched from Python"))} for row in found]
 
 
@@ -218,28 +233,30 @@ def step(  # noqa: PLR0915 (one measurement, from its world to its rows)
     )
     kept = cascade.descend(x[0], 1, None).kept
     first = cascade.descend(x[0], 1, kept)
-    pinned = [
-        torch.empty(r.shape, dtype=r.dtype, pin_memory=device.type == "cuda")
-        for r in (first.count, first.ids, first.scores, first.kept, first.overflowed)
-    ]
+    pinned = torch.empty(first.memory.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    brought = DeviceDescent.of(1, cascade.cap, cascade.n_kept, 1, pinned)
 
     def whole_step(at: int) -> None:
         found = cascade.descend(normalise_triton(raw[at], "rmsnorm", 1e-6, x.dtype), 1, kept)
-        for there, here in zip(
-            (found.count, found.ids, found.scores, found.kept, found.overflowed), pinned, strict=True
-        ):
-            here.copy_(there, non_blocking=True)
+        pinned.copy_(found.memory, non_blocking=True)
 
-    graphs = [captured(device, partial(whole_step, at)) for at in range(N_SETS)]
     for at in range(N_SETS):
-        graphs[at]()
+        captured(device, partial(whole_step, at))()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        evaluated.append(int(pinned[0][0]))
+        evaluated.append(int(brought.count[0]))
     evaluated = evaluated[N_SETS:]
-    if int(pinned[4][0]) or max(evaluated) <= len(plan.start):
+    if int(brought.overflowed[0]) or max(evaluated) <= len(plan.start):
         raise WrongScores(f"the timed steps evaluate {evaluated} probes: not what a cascade does")
-    taken = in_turns({"a step": lambda at: graphs[at]()}, n_rounds, timer)
+    swept = in_turns(
+        {
+            "both": every_set(device, lambda at: (timer.sweep(), whole_step(at))),
+            "sweep": every_set(device, lambda at: timer.sweep()),
+        },
+        n_rounds,
+        timer,
+    )
+    taken = {"a step": [(both - alone) / N_SETS for both, alone in zip(*swept.values(), strict=True)]}
     where = {**asdict(cell), "evaluated": statistics.mean(evaluated)}
     steps = rows_of(taken, {"part": "step", **where}, ours="a step", floor=None)
     buffers, state = DeviceSteps(cascade, n_probes), np.zeros((1, n_probes), dtype=bool)
@@ -370,15 +387,20 @@ def measure(device: torch.device) -> dict[str, Any]:
         rows += scoring(cell, device, timer, 100)
     steps, uploads = step(device, timer, 200), paging(device, timer, 100)
     bare, watched = (next(row["median_us"] for row in steps if row["method"] == name) for name in ("bare", "watched"))
-    found = {(row["hidden"], row["method"]): row["median_us"] for row in rows if row["batch"] == 1}
+    cells: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        cells.setdefault((row["hidden"], row["batch"]), {})[row["method"]] = row["median_us"]
     size = {row["hidden"]: row["weight_bytes"] for row in rows}
+    alone = {d: cells[d, 1] for d in size}
+    others = {at: min(found[name] for name in (REPAIRED, GATHERED)) for at, found in cells.items()}
     return {
         "rows": rows + steps + uploads,
         "read_gb_per_s": round(rate / 1e9, 1),
         "claims": {
-            "kernel_read_fraction": min(size[d] / (found[d, OURS] / 1e6) / rate for d in size),
+            "kernel_read_fraction": min(size[d] / (alone[d][OURS] / 1e6) / rate for d in size),
             "step_us": steps[0]["median_us"],
             "decode_overhead_pct": 100 * (watched / bare - 1),
-            "vs_repaired_bank": min(found[d, REPAIRED] / found[d, OURS] for d in size),
+            "vs_repaired_bank": min(alone[d][REPAIRED] / alone[d][OURS] for d in size),
+            "worst_cell_vs_best_other": max(found[OURS] / others[at] for at, found in cells.items()),
         },
     }

@@ -24,7 +24,7 @@ pytestmark = [
         reason="no GPU, or Triton is in its interpreter",
     ),
 ]
-SIZES = [(576, 19), (2560, 7)]
+SIZES = [(576, 19), (2560, 7), (320, 70)]
 
 
 def on_gpu(net):
@@ -51,6 +51,25 @@ def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d,
             : int(torch.randint(1, len(rows), (1,), generator=generator))
         ].cuda()
         assert torch.equal(score_probes(x.cuda(), device, rows[chosen], slots[chosen], impl="triton"), whole[chosen])
+    everything = torch.arange(11, device="cuda")
+    for i in (0, n // 2, n - 1):  # a state by itself
+        alone = score_probes(x[i : i + 1].cuda(), device, torch.zeros_like(everything), everything, impl="triton")
+        assert torch.equal(alone, whole.reshape(11, n)[:, i])
+
+
+@pytest.mark.parametrize("n", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (128, 64)], ids=str)
+def test_what_overflows_is_no_number_where_it_is_none_of_the_reference(shape, dtype, n):
+    """One value of a state is so large that its products overflow, or one of its sums does."""
+    net, d = on_gpu(weights(shape, 64, dtype)), 64
+    x = torch.zeros(n, d, dtype=input_dtype(dtype), device="cuda")
+    x[torch.arange(n), torch.arange(n) % d] = (
+        torch.tensor([3e38, -3e38, 1e38, float("inf")], device="cuda").repeat(n)[:n].to(x.dtype)
+    )
+    rows, slots = torch.arange(n, device="cuda").repeat(11), torch.arange(11, device="cuda").repeat_interleave(n)
+    mine, theirs = (score_probes(x, net, rows, slots, impl=impl) for impl in ("triton", "reference"))
+    assert torch.equal(mine.isnan(), theirs.isnan()) and (mine - theirs).nan_to_num().abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
@@ -150,9 +169,9 @@ def test_a_step_has_the_bits_of_a_prompt_and_of_everything(shape, tmp_path):
     net = weights(shape, 16, torch.bfloat16, n=n)
     pack = make_pack(tmp_path / "pack", host, n=n, weights=net, golden_hidden=None)
     manager = DynamicProbeManager(pack, device="cuda", strategy="descent", load_threshold=0.1)
-    x = torch.randn(40, 16, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0))
+    x = torch.randn(70, 16, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0))
     everything, prompt = manager.score_all(x).numpy(), manager.score_tokens(x)
-    for t in range(40):
+    for t in range(70):
         _, step = manager.step(None, x[t : t + 1])
         assert np.array_equal(step.active(0), prompt.active(t)) and len(step.active(0))
         assert np.array_equal(step.active_scores(0), prompt.active_scores(t)) and np.array_equal(

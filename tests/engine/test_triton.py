@@ -48,6 +48,28 @@ def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d, dtype
     assert all(not counters.any() for counters in triton_pairs._ARRIVED.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("n, d", [(1, 37), (3, 300), (16, 129), (70, 64)])
+@pytest.mark.parametrize("shape", [(3,), (40,), (16, 5), (40, 70)], ids=str)
+def test_products_of_many_states_are_right(shape, n, d, dtype, monkeypatch):
+    """What a GPU's matrix units do, in fp32 here: probes in order, in disorder, out of range."""
+    monkeypatch.setattr(triton_pairs, "uses_matrix_units", lambda device, dtype: True)
+    net, generator = weights(shape, d, dtype), torch.Generator().manual_seed(1)
+    x = torch.randn(n, d, generator=generator).to(torch.bfloat16)
+    exact = oracle(net, x)
+    rows, slots = torch.arange(n).repeat(11), torch.arange(11).repeat_interleave(n)
+    some = torch.randperm(11 * n, generator=generator)[: 7 * n]
+    for at, to in ((rows, slots), (rows[some], slots[some])):
+        scores = triton_pairs.score_triton(x, net, at, to)
+        assert (scores - exact[at, to]).abs().max() < 1e-6
+    at, to = torch.tensor([0, 0, n, 0, -1, 0]), torch.tensor([4, 11, 4, 4, 2, -1])
+    scores = torch.zeros(6)
+    triton_pairs._score(x, net, at, to, scores, False, False)
+    sound = torch.tensor([True, False, False, True, False, False])
+    assert torch.equal(scores.isfinite(), sound) and (scores[sound] - exact[0, 4]).abs().max() < 1e-6
+    assert all(not counters.any() for counters in triton_pairs._ARRIVED.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", [(20,), (20, 5)], ids=str)
 def test_pairs_that_share_what_is_read_score_as_they_do_alone(shape, dtype, monkeypatch):
@@ -76,11 +98,14 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 3 * (6 + 6 + 6 + 1 + 4) + 2 * (
+    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 3 * (6 + 6 + 6 + 1 + 4) + 52 + 2 * (
         4 * (2 + 3) + 3 * 4 + 3 + 2
     )
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
+        # Of one shape, whose columns do not meet; other instructions may add in another order.
+        of_matrix = one["kernel"].startswith(("states", "matrix")) and not one["kernel"].startswith("states 2 2")
+        assert set(one["products"]) == ({"m16n8k16"} if of_matrix else set()), one
     # A sum along D is made by the same threads in the same order whether a pair is scored alone, in a group or in a
     # descent, and as many products are fused with it: a kernel for groups holds the code of a pair five times.
     layouts, fused = {}, {}

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from probemon.core.probes import input_dtype
 from probemon.engine.kernels import triton_cascade as cascade
+from probemon.engine.kernels import triton_matrix as matrix
 from probemon.engine.kernels import triton_pairs as kernels
 from probemon.engine.kernels import triton_softmax as softmax
 
@@ -46,7 +47,7 @@ def signature(kernel, constants, dtype):
                 )
             )
         else:
-            found[name] = "fp32" if name == "eps" else "i32"
+            found[name] = "fp32" if name in ("eps", "ONE") else "i32"
     return found
 
 
@@ -69,7 +70,15 @@ def cases(arch):
                 ("layered groups", kernels._layered_groups),
                 ("cascade: score", cascade._score),
             ):
-                yield f"{name} {layers} {h1}-{h2} {d} {dtype}", kernel, meta, dtype
+                n_parts = -(-h1 // kernels.ROWS)
+                more = cascade.NO_MATRIX | {"N_PARTS": n_parts} if kernel is cascade._score else {}
+                yield f"{name} {layers} {h1}-{h2} {d} {dtype}", kernel, meta | more, dtype
+            if dtype in (torch.bfloat16, torch.int8):
+                for _, _, columns, does in matrix.launches(4096, 64, h1, h2) + matrix.launches(64, 1, h1, h2):
+                    constants = matrix.matrix_meta(h1, h2, columns, layers, scaled) | {"DOES": does}
+                    yield f"states {does} {layers} {h1}-{h2} {d} {dtype}", matrix._states, constants, dtype
+                one = matrix.matrix_meta(h1, h2, matrix.NARROW, layers, scaled) | {"BLOCK_PARTS": 0}
+                yield f"matrix cascade: score {layers} {h1}-{h2} {d} {dtype}", cascade._score, one, dtype
         linear = {
             "LAYERS": 1,
             "SCALED": scaled,
@@ -78,7 +87,8 @@ def cases(arch):
             "BLOCK_H2": 1,
             "BLOCK_PARTS": 1,
             "LOGITS": dtype == torch.float32,
-        }
+            "N_PARTS": 1,
+        } | cascade.NO_MATRIX
         yield f"cascade: score linear 4096 {dtype}", cascade._score, linear, dtype
         yield (
             f"linear 4096 {dtype}",
@@ -88,12 +98,17 @@ def cases(arch):
         )
         # It writes fp32, and reads what a host gives: bf16, fp16 or fp32.
         for norm, layernorm in ((False, False), (True, False), (True, True)):
-            constants = {"NORM": norm, "LAYERNORM": layernorm, "BLOCK_D": 2048}
+            constants = {"NORM": norm, "LAYERNORM": layernorm, "BLOCK_D": 4096}
             yield f"normalise {norm} {layernorm} {dtype}", kernels._normalise, constants, dtype
     for path, close in ((False, False), (True, False), (True, True)):
-        yield f"cascade: begin, close {close}", cascade._begin, {"CLOSE": close, "BLOCK": 64}, torch.float32
+        yield (
+            f"cascade: begin, close {close}",
+            cascade._begin,
+            {"CLOSE": close, "BLOCK": 64, "LINKS": 64, "CLEARED": 1024},
+            torch.float32,
+        )
         for opens in (0, 1, 2):
-            constants = {"PATH": path, "CLOSE": close, "OPEN": opens, "BLOCK": 64}
+            constants = {"PATH": path, "CLOSE": close, "OPEN": opens, "BLOCK": 64, "LINKS": 64}
             yield f"cascade: expand {constants}", cascade._expand, constants, torch.float32
     yield "cascade: share", cascade._share, {"BLOCK": 64}, torch.float32
     yield "shares of pairs", softmax._shares, {"BLOCK": 64}, torch.float32
@@ -117,10 +132,13 @@ def main():
             source = ASTSource(
                 fn=kernel, signature=signature(kernel, constants, dtype), constexprs=constants, attrs=even
             )
-            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=kernels.OPTIONS)
+            warps = {"num_warps": matrix.WARPS} if constants.get("COLUMNS") else {}
+            options = kernels.OPTIONS | warps
+            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             told = {"kernel": name, "arch": arch, "shared": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
             told["layouts"] = layouts(made.asm["ttgir"], constants)
             told["fused"] = len(re.findall(r"\bfma\.rn\.f32\b", made.asm["ptx"]))
+            told["products"] = re.findall(r"\b(?:wgmma|tcgen05|mma)\.[\w.]*?(m\d+n\d+k\d+)", made.asm["ptx"])
             print(json.dumps(told))
 
 

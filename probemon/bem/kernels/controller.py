@@ -101,8 +101,8 @@ def features_meta(width: int, hidden_size: int, dtype: torch.dtype) -> dict[str,
 
 def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
     accumulator = tl.float64 if dtype == torch.float64 else tl.float32
-    # Fused multiply-add is set by name: it decides the bits, and its default is not the same in every Triton.
-    return {"EPS": EPS, "ACC": accumulator, "num_warps": _WARPS, "enable_fp_fusion": True}
+    # As in `update`: what is to be fused says so, else a row's bits would depend on its place in the batch.
+    return {"EPS": EPS, "ACC": accumulator, "num_warps": _WARPS, "enable_fp_fusion": False}
 
 
 def _forward(

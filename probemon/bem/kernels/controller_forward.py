@@ -67,7 +67,7 @@ def _clamp(raw, MAX_NORM: tl.constexpr):
     return raw * tl.where(norm > MAX_NORM, MAX_NORM, norm) / (norm + 1e-8)  # not minimum(): a NaN stays a NaN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def features(
     hidden_ptr, real_ptr, gain_ptr, bias_ptr, weight_ptr, shift_ptr, z_ptr, B, D,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
@@ -91,7 +91,7 @@ def features(
             ACC
         )
         centred = tl.where((d < D)[None, :], x - mean[:, None], 0.0)
-        total += centred * centred
+        total = tl.fma(centred, centred, total)
     scale = 1.0 / tl.sqrt(tl.sum(total, axis=1) / D + EPS)
     sums = tl.zeros((ROWS, OUT, BLOCK), dtype=ACC)
     for start in range(0, D, BLOCK):
@@ -105,7 +105,8 @@ def features(
         weight = tl.load(
             weight_ptr + j[:, None] * D + d[None, :], mask=(j < WIDTH)[:, None] & (d < D)[None, :], other=0.0
         )
-        sums += y[:, None, :] * weight[None, :, :]
+        spread = tl.broadcast_to(weight[None, :, :], sums.shape)
+        sums = tl.fma(tl.broadcast_to(y[:, None, :], sums.shape), spread, sums)
     z = tl.sum(sums, axis=2) + tl.load(shift_ptr + j, mask=j < WIDTH, other=0.0)[None, :]
     tl.store(z_ptr + row[:, None] * WIDTH + j[None, :], z, mask=(row < B)[:, None] & (j < WIDTH)[None, :])
 

@@ -45,7 +45,8 @@ def _load_codes(codes_ptr, row, inside, j, eps, RANK: tl.constexpr, ACC: tl.cons
     return codes, tl.max(tl.where(tl.abs(codes) <= eps, 0, 1), axis=1) > 0
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+# How many rows there are must not be compiled in: code for one row is other code.
+@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator,unused-ignore]
 def _over_rows(  # type: ignore[no-untyped-def]
     a_ptr, first_ptr, second_ptr, codes_ptr, base_ptr, sums_ptr, out_ptr,
     M, K, N, A_ROW, BASE_ROW, FIRST_K, FIRST_R, SECOND_N, SECOND_R, N_SHARE, scale, eps,
@@ -71,7 +72,9 @@ def _over_rows(  # type: ignore[no-untyped-def]
         first = tl.load(
             first_ptr + j[:, None] * FIRST_R + k[None, :] * FIRST_K, mask=of_rank[:, None] & (k < K)[None, :], other=0.0
         ).to(ACC)
-        total += a[:, None, :] * first[None, :, :]
+        total = tl.fma(
+            tl.broadcast_to(a[:, None, :], total.shape), tl.broadcast_to(first[None, :, :], total.shape), total
+        )
     sums = tl.where(summed[:, None], tl.sum(total, axis=2), 0.0)
     if sums_ptr is not None and tl.program_id(1) == 0:
         tl.store(sums_ptr + row[:, None] * RANK + j[None, :], sums, mask=inside[:, None] & of_rank[None, :])
@@ -113,7 +116,8 @@ def _over_columns(  # type: ignore[no-untyped-def]
         codes, live = _load_codes(codes_ptr, row, inside, j, eps, RANK, ACC)
         sums = tl.load(sums_ptr + row[:, None] * RANK + j[None, :], mask=live[:, None] & (j < RANK)[None, :], other=0.0)
         a = tl.load(a_ptr + row[:, None] * A_ROW + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0).to(ACC)
-        total += (sums * codes * scale)[:, :, None] * a[:, None, :]
+        weighted = (sums * codes * scale)[:, :, None]
+        total = tl.fma(tl.broadcast_to(weighted, total.shape), tl.broadcast_to(a[:, None, :], total.shape), total)
     tl.store(
         parts_ptr + (part * RANK + j[:, None]) * K + k[None, :],
         tl.sum(total, axis=0),
@@ -126,10 +130,11 @@ def tile_meta(rank: int, widest: int, dtype: torch.dtype) -> dict[str, Any]:
     r = triton.next_power_of_2(rank)
     accumulator, tile = (tl.float64, _TILE // 2) if dtype == torch.float64 else (tl.float32, _TILE)
     block = min(max(triton.next_power_of_2(widest), 16), tile // (ROWS * r), _MOST_COLUMNS)
-    # Fused multiply-add is set by name: it decides the bits, and its default is not the same in every Triton.
+    # The compiler may fuse no product with a sum: which ones it takes differs between rows of one tile, so a row's bits
+    # would depend on its place in the batch. What is to be fused says so (`tl.fma`).
     return {
         "RANK": rank, "R": r, "ROWS": ROWS, "BLOCK": block, "STAGES": _STAGES, "ACC": accumulator, "num_warps": _WARPS,
-        "enable_fp_fusion": True,
+        "enable_fp_fusion": False,
     }  # fmt: skip
 
 
@@ -174,7 +179,9 @@ def sum_over_rows(a: Tensor, sums: Tensor, codes: Tensor, scale: float, eps: flo
 
 
 def _rows_contiguous(t: Tensor) -> Tensor:
-    return t if t.stride(1) == 1 else t.contiguous()
+    """Rows that begin at 16 bytes, too: for others Triton compiles other code."""
+    t = t if t.stride(1) == 1 else t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _near(t: Tensor) -> Tensor:

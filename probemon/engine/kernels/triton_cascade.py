@@ -17,6 +17,7 @@ fall as on the host.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +28,23 @@ import triton.language as tl
 from torch import Tensor
 
 from probemon.core.inputs import check_states, described
+from probemon.engine.kernels.triton_matrix import (
+    NARROW,
+    ROWS,
+    WARPS,
+    matrix_meta,
+    part_of_states,
+    score_of,
+    uses_matrix_units,
+)
 from probemon.engine.kernels.triton_pairs import (
     OPTIONS,
     PAIRS,
-    ROWS,
+    aligned,
     arguments_of,
     layered_meta,
     linear_scores,
     part_of_probe,
-    score_of,
 )
 from probemon.engine.kernels.triton_softmax import share_of
 from probemon.errors import ConfigError
@@ -46,7 +55,11 @@ if TYPE_CHECKING:
     from probemon.core.plan import CascadePlan
 
 _BLOCK = 64  # entries of a list that a program looks at together
+_LINKS = 64  # links of those entries
+_CLEARED = 1024  # marks that a program clears together
+_PROGRAMS = 528  # of a round: four for each processor of an H100
 _MOST = 1024  # active probes of a state: what one program can sort
+NO_MATRIX = {"COLUMNS": 0, "STAGES": 0, "UNROLLED": 0, "INTERPRETED": False}  # of a score without matrix units
 # After every score in the order of `_finish`, whose scores end at 0x7FFFFFFF.
 NO_NUMBER, NOTHING = tl.constexpr(0x7FFFFFFF + 1), tl.constexpr(0x7FFFFFFF + 2)
 
@@ -61,27 +74,36 @@ def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):
 
 
 @triton.jit
-def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP):
-    """Append the probes that `ids` link to in CSR."""
+def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP, LINKS: tl.constexpr):
+    """Append the probes that `ids` link to in CSR, `LINKS` links at a time, of whichever of them."""
     first = tl.load(ptr_ptr + ids, mask=valid, other=0)
     length = tl.where(valid, tl.load(ptr_ptr + ids + 1, mask=valid, other=0) - first, 0)
-    for e in range(0, tl.max(length, axis=0)):
-        linked = e < length
-        n = _append(ids_ptr, mark_ptr, tl.load(idx_ptr + first + e, mask=linked, other=0), linked, n, CAP)
+    end = tl.cumsum(length, 0)
+    n_links, shift, lane = tl.sum(length, axis=0), first - (end - length), tl.arange(0, LINKS)
+    for s in range(0, n_links, LINKS):
+        at = s + lane
+        of_lane = (at[:, None] < end[None, :]) & (at[:, None] >= (end - length)[None, :])
+        link = at + tl.sum(tl.where(of_lane, shift[None, :], 0), axis=1)
+        inside = at < n_links
+        n = _append(ids_ptr, mark_ptr, tl.load(idx_ptr + link, mask=inside, other=0), inside, n, CAP)
     return n
 
 
 @triton.jit
 def _begin(
-    start_ptr, n_start, kept_ptr, anc_ptr, anc_idx, ids_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr,
-    P, CAP, K, LIMIT, CLOSE: tl.constexpr, BLOCK: tl.constexpr,
+    start_ptr, n_start, kept_ptr, anc_ptr, anc_idx, ids_ptr, mark_ptr, arrived_ptr, begin_ptr, count_ptr, over_ptr,
+    P, CAP, K, LIMIT, CLOSE: tl.constexpr, BLOCK: tl.constexpr, LINKS: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """Begin the list of state b in program b. `kept [B, K]` int32, -1 for none."""
+    """Begin the list of state b in program b. `kept [B, K]` int32, -1 for none. Clears `mark` and `arrived [B, CAP]`,
+    `CLEARED` at a time.
+    """
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, mark_ptr, kept_ptr = ids_ptr + b * CAP, mark_ptr + b * P, kept_ptr + b * K
-    i = tl.arange(0, BLOCK)
-    for s in range(0, P, BLOCK):
-        tl.store(mark_ptr + s + i, tl.zeros((BLOCK,), dtype=tl.int32), mask=s + i < P)
+    i, none = tl.arange(0, BLOCK), tl.arange(0, CLEARED)
+    for s in range(0, P, CLEARED):
+        tl.store(mark_ptr + s + none, tl.zeros((CLEARED,), dtype=tl.int32), mask=s + none < P)
+    for s in range(0, CAP, CLEARED):
+        tl.store(arrived_ptr + b * CAP + s + none, tl.zeros((CLEARED,), dtype=tl.int32), mask=s + none < CAP)
     tl.debug_barrier()
     n = tl.full((), 0, dtype=tl.int32)
     for s in range(0, n_start, BLOCK):
@@ -93,20 +115,21 @@ def _begin(
         tl.debug_barrier()
         n = _append(ids_ptr, mark_ptr, kept, kept >= 0, n, CAP)
         if CLOSE:
-            n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, kept, kept >= 0, n, CAP)
+            n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, kept, kept >= 0, n, CAP, LINKS)
     tl.store(over_ptr + b, (n > LIMIT).to(tl.int32))
     tl.store(begin_ptr + b, 0)
     tl.store(count_ptr + b, tl.minimum(n, CAP))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _score(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
-    ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr, B, CAP, D, H1, H2, N_PARTS,
-    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
+    ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr, B, CAP, D, H1, H2, ONE,
+    N_PARTS: tl.constexpr, LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, UNROLLED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Score an entry of state b, or a part of one, if it is from `begin` to `count`; other programs leave at once."""
+    """Score the entries of state b from `begin` to `count`, on matrix units if there are `COLUMNS`."""
     b = tl.program_id(1).to(tl.int64)
     begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
     if LAYERS == 1:  # `ROWS` is `PAIRS` of `_linear`: tiles of the same shape give the same bits
@@ -120,17 +143,25 @@ def _score(
                 x_ptr, w1_ptr, s1_ptr, b1_ptr, rows, probes, inside, D, SCALED, BLOCK_D, ROWS, LOGITS
             )
             tl.store(own_ptr + b * CAP + entries, scores, mask=inside)
-    else:
-        entry, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
-        if (entry >= begin) & (entry < count):
-            at = b * CAP + entry
+    else:  # the programs of a state share its parts of entries out among them
+        for task in range(begin * N_PARTS + tl.program_id(0), count * N_PARTS, tl.num_programs(0)):
+            at, part = b * CAP + task // N_PARTS, task % N_PARTS
             probe = tl.load(ids_ptr + at)
             row = tl.load(input_ptr + probe) * B + b
-            part_of_probe(
-                x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, probe, part,
-                parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
-                D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
-            )  # fmt: skip
+            if COLUMNS > 0:
+                column = tl.arange(0, COLUMNS)
+                part_of_states(
+                    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row + 0 * column,
+                    column == 0, probe, part, parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
+                    D, H1, H2, ONE, N_PARTS,
+                    LAYERS, SCALED, BLOCK_D, ROWS, COLUMNS, BLOCK_H2, LOGITS, STAGES, UNROLLED, INTERPRETED,
+                )  # fmt: skip
+            else:
+                part_of_probe(
+                    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, probe, part,
+                    parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
+                    D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -165,7 +196,7 @@ def _share(
 def _expand(
     ids_ptr, own_ptr, score_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr, rank_ptr, threshold_ptr,
     child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_RANKS, MOST_PARENTS,
-    PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr,
+    PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr, LINKS: tl.constexpr,
 ):  # fmt: skip
     """Store the scores of state b's newest entries (`score [B, P]`), then append the children of those over their
     threshold.
@@ -201,14 +232,14 @@ def _expand(
             ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
             score = tl.load(score_ptr + ids, mask=inside, other=0.0)
             opens = inside & (score > tl.load(threshold_ptr + ids, mask=inside, other=0.0))
-            n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP)
+            n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP, LINKS)
         if CLOSE and OPEN == 1:
             tl.debug_barrier()  # the new children are in the list
             n_children = tl.minimum(n, CAP)
             for s in range(count, n_children, BLOCK):
                 inside = s + i < n_children
                 ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
-                n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, ids, inside, n, CAP)
+                n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, ids, inside, n, CAP, LINKS)
     if OPEN == 2:
         if n > count:
             tl.store(over_ptr + b, 1)
@@ -244,14 +275,34 @@ def _finish(
 @dataclass(frozen=True)
 class DeviceDescent:
     """Holds, of N states and on the device: `count [N]`; `ids` and `scores [N, CAP]` in no order; `kept [N, K]`, -1 for
-    none; `overflowed [N]`.
+    none; `overflowed [N]`; `largest [I * N]`, for whoever knows it.
+
+    They lie in `memory`, which is one int32 tensor, so that one copy brings them all: `of` has them of its copy.
     """
 
+    memory: Tensor
     count: Tensor
     ids: Tensor
     scores: Tensor
     kept: Tensor
     overflowed: Tensor
+    largest: Tensor
+
+    @staticmethod
+    def of(n: int, cap: int, n_kept: int, n_inputs: int, memory: Tensor) -> DeviceDescent:
+        """Find them in `memory`."""
+        shapes = ((n,), (n, cap), (n, cap), (n, n_kept), (n,), (n_inputs * n,))
+        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]  # each begins at 16 bytes
+        parts = memory[: sum(sizes)].split(sizes)
+        found = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        count, ids, scores, kept, overflowed, largest = found
+        floats = torch.float32
+        return DeviceDescent(memory, count, ids, scores.view(floats), kept, overflowed, largest.view(floats))
+
+    @staticmethod
+    def size(n: int, cap: int, n_kept: int, n_inputs: int) -> int:
+        """Return how many int32 they take."""
+        return sum(-(-size // 4) * 4 for size in (n, n * cap, n * cap, n * n_kept, n, n_inputs * n))
 
 
 class DeviceCascade:
@@ -332,40 +383,47 @@ class DeviceCascade:
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
-        begin, count, over = empty(n_states), empty(n_states), empty(n_states)
-        ids, mark, kept = empty(n_states, cap), empty(n_states, n_probes), empty(n_states, self.n_kept)
-        own, score, out = (empty(n_states, width, dtype=torch.float32) for width in (cap, n_probes, cap))
+        begin, mark, arrived = empty(n_states), empty(n_states, n_probes), empty(n_states, cap)
+        own, score = (empty(n_states, width, dtype=torch.float32) for width in (cap, n_probes))
         parts = empty(n_states * cap * n_parts * h2 if n_layers > 1 else 1, dtype=torch.float32)
-        arrived = torch.zeros(n_states * cap, dtype=torch.int32, device=self.device)
+        sizes = n_states, cap, self.n_kept, len(x) // n_states
+        found = DeviceDescent.of(*sizes, empty(DeviceDescent.size(*sizes)))
         before = torch.full((n_states, 1), -1, dtype=torch.int32, device=self.device) if retained is None else retained
-        path, x, before = self._plan.path_rule, x.contiguous(), before.contiguous()
+        path, x, before = self._plan.path_rule, aligned(x.contiguous()), before.contiguous()
         _begin[(n_states,)](
-            self._start, len(self._start), before, self._anc_ptr, self._anc_idx, ids, mark, begin, count, over,
-            n_probes, cap, before.shape[1], self._limit, CLOSE=path or self._most_members > 0, BLOCK=_BLOCK,
-            **OPTIONS,
+            self._start, len(self._start), before, self._anc_ptr, self._anc_idx, found.ids, mark, arrived, begin,
+            found.count, found.overflowed, n_probes, cap, before.shape[1], self._limit,
+            CLOSE=path or self._most_members > 0, BLOCK=_BLOCK, LINKS=_LINKS,
+            CLEARED=_CLEARED, **OPTIONS,
         )  # fmt: skip
-        layers, scaled = arguments_of(weights), "w1_scale" in weights
-        grouped = self._most_members > 0
-        meta = layered_meta(h1, h2, d, n_layers, scaled, grouped) | ({"ROWS": PAIRS} if n_layers == 1 else {})
-        n_programs = cap * n_parts if n_layers > 1 else triton.cdiv(cap, PAIRS)
+        layers, is_int8, grouped = arguments_of(weights), "w1_scale" in weights, self._most_members > 0
+        if n_layers > 1 and uses_matrix_units(self.device, x.dtype):
+            meta = matrix_meta(h1, h2, NARROW, n_layers, is_int8, grouped) | {"BLOCK_PARTS": 0, "num_warps": WARPS}
+        else:
+            meta = layered_meta(h1, h2, d, n_layers, is_int8, grouped) | NO_MATRIX | {"N_PARTS": n_parts}
+        if n_layers == 1:
+            meta["ROWS"], n_programs = PAIRS, triton.cdiv(cap, PAIRS)
+        else:  # enough to fill a GPU, and few enough to leave at once where nothing is to be scored
+            n_programs = min(cap * n_parts, max(_PROGRAMS // n_states, n_parts))
         for at in range(self._n_rounds + 1):
             _score[(n_programs, n_states)](
-                x, *layers, ids, self._input_of, begin, count, parts, arrived, own,
-                n_states, cap, d, h1, h2, n_parts, **meta, **OPTIONS,
+                x, *layers, found.ids, self._input_of, begin, found.count, parts, arrived, own,
+                n_states, cap, d, h1, h2, 1.0, **meta, **OPTIONS,
             )  # fmt: skip
             if grouped:
                 _share[(n_states,)](
-                    ids, own, score, begin, count, *self._groups, n_probes, cap, self._most_members, BLOCK=_BLOCK,
-                    **OPTIONS,
+                    found.ids, own, score, begin, found.count, *self._groups, n_probes, cap, self._most_members,
+                    BLOCK=_BLOCK, **OPTIONS,
                 )  # fmt: skip
             _expand[(n_states,)](
-                ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr,
-                self._child_idx, self._parent_ptr, self._parent_idx, self._anc_ptr, self._anc_idx,
+                found.ids, own, score, mark, begin, found.count, found.overflowed, self._rank, self._threshold,
+                self._child_ptr, self._child_idx, self._parent_ptr, self._parent_idx, self._anc_ptr, self._anc_idx,
                 n_probes, cap, self._limit, self._n_ranks if path else 1, self._most_parents,
                 PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._last_open, BLOCK=_BLOCK,
-                **OPTIONS,
+                LINKS=_LINKS, num_warps=8, **OPTIONS,
             )  # fmt: skip
         _finish[(n_states,)](
-            ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap, **OPTIONS
-        )
-        return DeviceDescent(count, ids, out, kept, over)
+            found.ids, score, found.count, self._exempt, found.scores, found.kept, n_probes, cap, self.n_kept,
+            self.keep, BLOCK_CAP=cap, num_warps=min(max(cap // 32, 4), 16), **OPTIONS,
+        )  # fmt: skip
+        return found

@@ -21,31 +21,28 @@ import triton.language as tl
 from torch import Tensor
 
 from probemon.core.inputs import TINY, check_pairs, check_states
+from probemon.engine.kernels.triton_matrix import (
+    INTERPRETED,
+    ROWS,
+    WARPS,
+    _states,
+    launches,
+    matrix_meta,
+    scaled,
+    score_of,
+    uses_matrix_units,
+)
 
-ROWS = 16  # rows of a program: 44 probes of 128 rows are 352 programs, for 132 processors
 PAIRS = 16  # linear probes of a program
 GROUP = 4  # pairs of a program that share its weights
 MANY = 2048  # pairs from which they share: fewer would leave processors idle
-# Fused multiply-add is set by name: it decides the bits, and its default is not the same in every Triton.
-OPTIONS = {"enable_fp_fusion": True}
+# The compiler may fuse no product with a sum: which ones it takes differs between rows of one tile, so a score's bits
+# would depend on its place. What is to be fused says so (`tl.fma`).
+OPTIONS = {"enable_fp_fusion": False}
 _MOST_PAIRS = 1 << 18  # pairs of a launch: bounds the memory of their parts
 _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
-
-
-@triton.jit
-def _scaled(sums, scale_ptr, at, inside, SCALED: tl.constexpr):
-    """Multiply sums over rows of int8 weights by the scale of each row."""
-    if SCALED:
-        sums = sums * tl.load(scale_ptr + at, mask=inside, other=0.0)
-    return sums
-
-
-@triton.jit
-def score_of(logit, LOGITS: tl.constexpr):
-    """Return the sigmoid of logits; the logits themselves where these are asked for, as they are of softmax groups."""
-    if not LOGITS:
-        logit = 1.0 / (1.0 + tl.exp(-logit))
-    return logit
+_SPARE: dict[torch.device, Tensor] = {}  # zeros that no graph has taken yet
+_SPARES = 1 << 18
 
 
 @triton.jit
@@ -70,7 +67,7 @@ def part_of_probe(
         d_in = d < D
         x = tl.load(x_ptr + row * D + d, mask=d_in, other=0.0).to(tl.float32)
         w = tl.load(w1_row + d[None, :], mask=j_in[:, None] & d_in[None, :], other=0.0).to(tl.float32)
-        total += w * x[None, :]
+        total = tl.fma(w, tl.broadcast_to(x[None, :], total.shape), total)
     _above(
         tl.sum(total, axis=1), s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr,
         arrived_ptr, out_ptr,
@@ -87,7 +84,7 @@ def _above(
     """Multiply `ROWS` sums of layer 1 by their part of the layer above. The last to arrive stores the score."""
     j = part * ROWS + tl.arange(0, ROWS)
     j_in = j < H1
-    z = _scaled(sums, s1_ptr, slot * H1 + j, j_in, SCALED) + tl.load(b1_ptr + slot * H1 + j, mask=j_in, other=0.0)
+    z = scaled(sums, s1_ptr, slot * H1 + j, j_in, SCALED) + tl.load(b1_ptr + slot * H1 + j, mask=j_in, other=0.0)
     z = tl.where(z < 0, 0.0, z)  # not maximum(): a NaN stays a NaN
     k = tl.arange(0, BLOCK_H2)
     k_in = k < H2
@@ -109,20 +106,20 @@ def _above(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            z2 = _scaled(tl.sum(parts, axis=0), s2_ptr, slot * H2 + k, k_in, SCALED) + tl.load(
+            z2 = scaled(tl.sum(parts, axis=0), s2_ptr, slot * H2 + k, k_in, SCALED) + tl.load(
                 b2_ptr + slot * H2 + k, mask=k_in, other=0.0
             )
             z2 = tl.where(z2 < 0, 0.0, z2)
             w3 = tl.load(w3_ptr + slot * H2 + k, mask=k_in, other=0.0).to(tl.float32)
-            logit = _scaled(tl.sum(w3 * z2, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
+            logit = scaled(tl.sum(w3 * z2, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
         else:
             parts = tl.load(parts_ptr + p, mask=p < N_PARTS, other=0.0, cache_modifier=".cg")
-            logit = _scaled(tl.sum(parts, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
+            logit = scaled(tl.sum(parts, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
         tl.store(out_ptr, score_of(logit, LOGITS))
         tl.store(arrived_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "P"])
 def _layered(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr,
     arrived_ptr, out_ptr,
@@ -144,7 +141,7 @@ def _layered(
         tl.store(out_ptr + pair, float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "P"])
 def _layered_groups(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr,
     arrived_ptr, out_ptr,
@@ -176,10 +173,14 @@ def _layered_groups(
             d = start + tl.arange(0, BLOCK_D)
             d_in = d < D
             w = tl.load(w1_row + d[None, :], mask=(j < H1)[:, None] & d_in[None, :], other=0.0).to(tl.float32)
-            total0 += w * tl.load(x0 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
-            total1 += w * tl.load(x1 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
-            total2 += w * tl.load(x2 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
-            total3 += w * tl.load(x3 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            v0 = tl.load(x0 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            total0 = tl.fma(w, tl.broadcast_to(v0, total0.shape), total0)
+            v1 = tl.load(x1 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            total1 = tl.fma(w, tl.broadcast_to(v1, total1.shape), total1)
+            v2 = tl.load(x2 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            total2 = tl.fma(w, tl.broadcast_to(v2, total2.shape), total2)
+            v3 = tl.load(x3 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            total3 = tl.fma(w, tl.broadcast_to(v3, total3.shape), total3)
         sums = tl.sum(total0, axis=1), tl.sum(total1, axis=1), tl.sum(total2, axis=1), tl.sum(total3, axis=1)
         for i in tl.static_range(4):
             _above(
@@ -213,14 +214,12 @@ def linear_scores(
         keep = inside[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + row[:, None] * D + d[None, :], mask=keep, other=0.0).to(tl.float32)
         w = tl.load(w1_ptr + slot[:, None] * D + d[None, :], mask=keep, other=0.0).to(tl.float32)
-        total += w * x
-    logit = _scaled(tl.sum(total, axis=1), s1_ptr, slot, inside, SCALED) + tl.load(
-        b1_ptr + slot, mask=inside, other=0.0
-    )
+        total = tl.fma(w, x, total)
+    logit = scaled(tl.sum(total, axis=1), s1_ptr, slot, inside, SCALED) + tl.load(b1_ptr + slot, mask=inside, other=0.0)
     return score_of(logit, LOGITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "P"])
 def _linear(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, N, P, D, SCALED: tl.constexpr,
     BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, LOGITS: tl.constexpr,
@@ -248,32 +247,19 @@ def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: t
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    mean = tl.full((), 0.0, dtype=tl.float32)
-    if LAYERNORM:
-        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        for start in range(0, D, BLOCK_D):
-            total += tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
-        mean = tl.sum(total, axis=0) / D
+    read = tl.load(x_ptr + row * S + d, mask=d < D, other=0.0)
+    odd, x = tl.where(_is_finite(read), 0, 1), read.to(tl.float32)
     scale = tl.full((), 1.0, dtype=tl.float32)
     sound = tl.full((), 1, dtype=tl.int32)
-    odd = tl.zeros((BLOCK_D,), dtype=tl.int32)
+    if LAYERNORM:
+        x = tl.where(d < D, x - tl.sum(x, axis=0) / D, 0.0)
     if NORM:
-        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        for start in range(0, D, BLOCK_D):
-            x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0)
-            odd += tl.where(_is_finite(x), 0, 1)
-            x = x.to(tl.float32)
-            x = tl.where(start + d < D, x - mean, 0.0)
-            total += x * x
-        square = tl.sum(total, axis=0) / D + eps
+        odd = odd | tl.sum(odd, axis=0)  # one value that is not finite and the row is none
+        square = tl.sum(x * x, axis=0) / D + eps
         sound = ((square >= TINY) & (square < float("inf"))).to(tl.int32)  # as in probemon.core.inputs
         scale = 1.0 / tl.sqrt(tl.where(sound > 0, square, 1.0))
-    finite = tl.sum(odd, axis=0) == 0
-    for start in range(0, D, BLOCK_D):
-        x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0)
-        value = tl.where(sound > 0, (x.to(tl.float32) - mean) * scale, float("inf"))
-        value = tl.where(finite & _is_finite(x), value, float("nan"))
-        tl.store(out_ptr + row * D + start + d, value, mask=start + d < D)
+    value = tl.where(sound > 0, x * scale, float("inf"))
+    tl.store(out_ptr + row * D + d, tl.where(odd > 0, float("nan"), value), mask=d < D)
 
 
 def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
@@ -284,7 +270,9 @@ def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) 
     check_states(hidden)
     n, d = hidden.shape
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-    out = torch.empty(n, d, dtype=torch.float32, device=hidden.device)
+    # Triton's interpreter rounds to bf16 in its own way.
+    stored = torch.float32 if INTERPRETED else dtype
+    out, block = torch.empty(n, d, dtype=stored, device=hidden.device), triton.next_power_of_2(d)
     if n:
         with torch.cuda.device_of(hidden):
             _normalise[(n,)](
@@ -296,7 +284,8 @@ def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) 
                 TINY,
                 LAYERNORM=norm == "layernorm",
                 NORM=norm != "none",
-                BLOCK_D=min(triton.next_power_of_2(d), 2048),
+                BLOCK_D=block,
+                num_warps=min(max(block // 512, 1), 16),
                 **OPTIONS,
             )
     return out.to(dtype)
@@ -329,7 +318,8 @@ def logits_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, s
 def _of_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, logits: bool) -> Tensor:
     check_pairs(hidden, weights, rows, slots)
     out = torch.empty(len(slots), dtype=torch.float32, device=hidden.device)
-    x, rows, slots = hidden.contiguous(), rows.contiguous(), slots.contiguous()  # np.nonzero gives strided ones
+    # np.nonzero gives strided pairs.
+    x, rows, slots = aligned(hidden.contiguous()), rows.contiguous(), slots.contiguous()
     order = None
     shares = "w3" in weights and len(slots) >= MANY and len(hidden) >= GROUP
     if shares:  # pairs of one probe lie side by side
@@ -342,6 +332,13 @@ def _of_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots
     return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Return contiguous states so that they begin at 16 bytes: Triton compiles other code for others, which may add in
+    another order.
+    """
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def _score(
     x: Tensor,
     weights: Mapping[str, Tensor],
@@ -352,17 +349,25 @@ def _score(
     logits: bool,
 ) -> None:
     n_slots, h1, d = weights["w1"].shape
-    n, scaled, layers = len(slots), "w1_scale" in weights, arguments_of(weights)
+    n, is_int8, layers = len(slots), "w1_scale" in weights, arguments_of(weights)
     if "w3" not in weights:
         _linear[(triton.cdiv(n, PAIRS),)](
-            x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS,
-            LOGITS=logits, **OPTIONS,
+            x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=is_int8, BLOCK_D=block_sizes(d),
+            PAIRS=PAIRS, LOGITS=logits, **OPTIONS,
         )  # fmt: skip
         return
     n_layers, h2 = 2 + ("w2" in weights), weights["w2"].shape[1] if "w2" in weights else 1
     n_parts = triton.cdiv(h1, ROWS)
     parts = torch.empty(n * n_parts * h2, dtype=torch.float32, device=x.device)
-    meta, arrived = layered_meta(h1, h2, d, n_layers, scaled, logits), _arrived(n, x.device)
+    arrived = _arrived(n, x.device)
+    if uses_matrix_units(x.device, x.dtype):
+        for n_programs, block, columns, does in launches(n, len(x), h1, h2):
+            _states[(n_programs,)](
+                x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, block, d, h1, h2, 1.0,
+                **matrix_meta(h1, h2, columns, n_layers, is_int8, logits), DOES=does, num_warps=WARPS, **OPTIONS,
+            )  # fmt: skip
+        return
+    meta = layered_meta(h1, h2, d, n_layers, is_int8, logits)
     if shares:
         _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](
             x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, d, h1, h2, n_parts, **meta, **OPTIONS
@@ -379,13 +384,20 @@ def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _arrived(n: int, device: torch.device) -> Tensor:
-    """Return zeros for `n` pairs, which the launches of a stream share: they are zeros again after each."""
+    """Return zeros for `n` pairs, which the launches of a stream share: they are zeros again after each. A graph has
+    its own, since graphs may be replayed on any stream.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # The graph's own, set to zero by it: graphs may be replayed on any stream.
-        return torch.zeros(n, dtype=torch.int32, device=device)
+        spare = _SPARE.get(device)
+        if spare is None or len(spare) < n:
+            return torch.zeros(n, dtype=torch.int32, device=device)  # set to zero by the graph
+        _SPARE[device] = spare[n:]
+        return spare[:n]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     counters = _ARRIVED.get((device, stream))
     if counters is None or len(counters) < n:
         size = max(1024, triton.next_power_of_2(n))
         counters = _ARRIVED[device, stream] = torch.zeros(size, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            _SPARE.setdefault(device, torch.zeros(_SPARES, dtype=torch.int32, device=device))
     return counters

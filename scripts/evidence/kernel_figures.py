@@ -1,6 +1,6 @@
-"""The table and the words of the page about GPU kernels, on paper: what they need, and what bounds them.
+"""The tables and the words of the page about GPU kernels: what a GPU took, and on paper what they need of one.
 
-kernel_resources(found), kernel_summary(found)     # lines of Markdown
+gpu(found), gpu_claims(found), kernel_resources(found), kernel_summary(found)     # lines of Markdown
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 _STATE, _STATES = "64 128-64-1 probes, 1 state", "64 128-64-1 probes, 64 states"
 # Of each kernel that moves much, what is used most or needs most.
 _SHOWN = (
-    ("_layered", _STATE, "bfloat16"),
+    ("_states", _STATE, "bfloat16"),
+    ("_states", _STATES, "bfloat16"),
     ("_layered", _STATE, "float32"),
-    ("_layered_groups", _STATES, "bfloat16"),
+    ("_layered_groups", _STATES, "float32"),
     ("_linear", "64 linear probes, 1 state", "bfloat16"),
     ("_score", "descent of 1 state, 256 128-64-1 probes, all active", "bfloat16"),
     ("_normalise", "RMSNorm of 64 states", "bfloat16"),
@@ -23,6 +24,49 @@ _SHOWN = (
     ("step_back", "a step of the controller, 16 rows", "bfloat16"),
     ("features_back", "a step of the controller, 16 rows", "float32"),
 )
+
+
+_WAYS = {
+    "floor: first layers summed by torch": "torch sums the first layers",
+    "ours (triton)": "ours",
+    "ours (triton), int8 copies": "ours, int8 copies",
+    "stacked bank, repaired": "stacked bank, repaired",
+    "gather, then bmm": "gather, then bmm",
+}
+_SAID_OF_CLAIMS = {
+    "kernel_read_fraction": "64 probes, one state: the rate at which their bytes are read, over that of a long read",
+    "step_us": "a step among 8,000 probes of D = 4,096, µs",
+    "decode_overhead_pct": "added to a decode step of an 8B shape as one graph, %",
+    "vs_repaired_bank": "the stacked bank over ours, one state",
+    "worst_cell_vs_best_other": "ours over the fastest other way, in the worst cell",
+}
+
+
+def gpu(found: dict[str, Any]) -> list[str]:
+    """Microseconds of scoring 64 probes on a GPU, cell by cell, and the largest error of ours and of the bank."""
+    lines = [
+        f"| D | states | {' | '.join(_WAYS.values())} | error of ours | of the bank |",
+        f"|{'---|' * (4 + len(_WAYS))}",
+    ]
+    cells: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in found["rows"]:
+        if row["part"] == "scoring":
+            cells.setdefault((row["hidden"], row["batch"]), {})[row["method"]] = row
+    for (d, n_states), by_way in cells.items():
+        times = " | ".join(f"{by_way[name]['median_us']:.1f}" for name in _WAYS)
+        errors = " | ".join(f"{by_way[name]['max_error']:.0e}" for name in ("ours (triton)", "stacked bank, repaired"))
+        lines.append(f"| {d:,} | {n_states} | {times} | {errors} |")
+    return lines
+
+
+def gpu_claims(found: dict[str, Any]) -> list[str]:
+    """What was measured on a GPU, beside its bars."""
+    lines = ["| | measured | bar |", "|---|---|---|"]
+    for name, claim in found["claims"].items():
+        missed = "" if claim["holds"] else ", **missed**"
+        value, bar = f"{claim['value']:.3g}", f"at {claim['kind']} {claim['bar']:g}"
+        lines.append(f"| {_SAID_OF_CLAIMS[name]} | {value} | {bar}{missed} |")
+    return lines
 
 
 def kernel_resources(found: dict[str, Any]) -> list[str]:
@@ -83,6 +127,6 @@ def kernel_summary(found: dict[str, Any]) -> list[str]:
             f" The most that a program needs is {max(row['registers'] for row in rows)} registers a thread, of 255, and"
             f" {shared / 1024:.0f} KB of shared memory, of {least >> 10}."
             f" {sum(1 for n in spills if n)} launches spill, {max(spills)} bytes at most."
-            f" {sum(row['matrix_unit'] for row in rows) or 'None'} uses a matrix unit."
+            f" {sum(row['matrix_unit'] for row in rows)} use matrix units."
         )
     ]

@@ -5,7 +5,7 @@
     python scripts/evidence/kernel_resources.py --json docs/benchmarks/kernel_resources.json
     python scripts/evidence/kernel_resources.py --kernel _layered --chip 90
 
-No GPU is needed, and none has run this. The launchers of the package are called with tensors of the sizes below, and
+No GPU is needed. The launchers of the package are called with tensors of the sizes below, and
 what they would launch is recorded: kernel, arguments, settings, number of programs. Triton compiles each launch for
 each chip, as it would there; its `ptxas -v` says what the code needs. The rest is arithmetic with the public limits of
 the chips (`CHIPS`): how many warps can reside on a processor, and how long the bytes that a launch has to move, and its
@@ -48,6 +48,7 @@ from probemon.core.hierarchy import ConceptTree
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import input_dtype
 from probemon.core.settings import CascadeConfig
+from probemon.engine.kernels import triton_cascade, triton_pairs
 from probemon.engine.kernels.triton_cascade import DeviceCascade
 from probemon.engine.kernels.triton_pairs import GROUP, normalise_triton, score_triton
 from probemon.engine.kernels.triton_softmax import softmax_triton
@@ -55,7 +56,8 @@ from provenance import about
 
 MEASURES = (
     "scripts/evidence/kernel_resources.py", "probemon/engine/kernels/triton_pairs.py",
-    "probemon/engine/kernels/triton_cascade.py", "probemon/engine/kernels/triton_softmax.py", "probemon/bem/kernels",
+    "probemon/engine/kernels/triton_matrix.py", "probemon/engine/kernels/triton_cascade.py",
+    "probemon/engine/kernels/triton_softmax.py", "probemon/bem/kernels",
 )  # fmt: skip
 HIDDEN = (576, 2560, 4096)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -70,8 +72,8 @@ WARP, REGISTERS_OF_A_WARP_COME_IN, SHARED_COMES_IN, SHARED_OF_THE_SYSTEM = 32, 2
 @dataclass(frozen=True)
 class Chip:
     """Public limits of a chip. Of a processor (SM): warps, programs, registers, bytes of shared memory; of a program:
-    bytes of shared memory. Of the chip: processors, bytes a second from its memory, fp32 operations a second outside
-    the matrix units, a fused multiply-add counted as two.
+    bytes of shared memory. Of the chip: processors, bytes a second from its memory, operations a second in fp32 outside
+    the matrix units and of dense bf16 on them, a fused multiply-add counted as two.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Chip:
     shared_of_program: int
     bytes_per_second: float
     flops_per_second: float
+    matrix_flops_per_second: float
     warps: int = 64
     programs: int = 32
     registers: int = 65536
@@ -90,9 +93,9 @@ class Chip:
 # and 10.0. Rates and processors: NVIDIA's data sheets of the A100 80 GB SXM, of the H100 SXM, and of the HGX B200 (an
 # eighth of its eight GPUs); the architectures' white papers for the number of processors.
 CHIPS = {
-    80: Chip("A100", 108, 164 << 10, 163 << 10, 2.039e12, 19.5e12),
-    90: Chip("H100", 132, 228 << 10, 227 << 10, 3.35e12, 67e12),
-    100: Chip("B200", 148, 228 << 10, 227 << 10, 8.0e12, 75e12),
+    80: Chip("A100", 108, 164 << 10, 163 << 10, 2.039e12, 19.5e12, 312e12),
+    90: Chip("H100", 132, 228 << 10, 227 << 10, 3.35e12, 67e12, 989e12),
+    100: Chip("B200", 148, 228 << 10, 227 << 10, 8.0e12, 75e12, 2250e12),
 }
 
 
@@ -188,6 +191,8 @@ def _recorded(what: str, hidden: int, dtype: torch.dtype, call: Callable[[], obj
 
 def _scored(hidden: int, dtype: torch.dtype) -> Iterator[Launch]:
     inputs = input_dtype(dtype)
+    for module in (triton_pairs, triton_cascade):  # as on the chips, of which every one has them
+        module.uses_matrix_units = lambda device, dtype: dtype == torch.bfloat16  # type: ignore[attr-defined]
     for kind, shape in (("128-64-1 probes", (H1, H2)), ("linear probes", ())):
         net = probes(PROBES, shape, hidden, dtype)
         for n_states in (1, STATES):
@@ -280,6 +285,7 @@ def _counted(n: int, noun: str) -> str:
 WRITTEN = {
     "_layered": ("out_ptr",),
     "_layered_groups": ("out_ptr",),
+    "_states": ("out_ptr",),
     "_linear": ("out_ptr",),
     "_score": ("own_ptr",),
     "_normalise": ("out_ptr",),
@@ -296,12 +302,12 @@ WRITTEN = {
     ),
     "features_back": ("hat_ptr", "of_y_ptr", "moments_ptr"),
 }  # fmt: skip
-SCRATCH = {name: ("parts_ptr", "arrived_ptr") for name in ("_layered", "_layered_groups", "_score")}
+SCRATCH = {name: ("parts_ptr", "arrived_ptr") for name in ("_layered", "_layered_groups", "_states", "_score")}
 
 
 def moved(launch: Launch) -> tuple[int, int] | None:
     """Bytes that a launch has to read and to write: each tensor once."""
-    if launch.name not in WRITTEN:
+    if launch.name not in WRITTEN or launch.named.get("DOES") == 2:  # which reads parts alone
         return None
     written, scratch = WRITTEN[launch.name], SCRATCH.get(launch.name, ())
     tensors = {name: value for name, value in launch.named.items() if isinstance(value, Tensor)}
@@ -318,7 +324,7 @@ def _n_bytes(tensor: Tensor) -> int:
 def flops(launch: Launch) -> int | None:
     """Operations of the products with weights, a multiplication and an addition each."""
     a = launch.named
-    if launch.name in ("_layered", "_layered_groups", "_linear", "_score"):
+    if launch.name in ("_layered", "_layered_groups", "_states", "_linear", "_score") and a.get("DOES") != 2:
         n_pairs = (a["own_ptr"] if launch.name == "_score" else a["out_ptr"]).numel()
         weights = (a[name] for name in ("w1_ptr", "w2_ptr", "w3_ptr") if name in a and a[name].dim() == 3)
         return 2 * n_pairs * sum(weight[0].numel() for weight in weights)
@@ -338,8 +344,8 @@ def flops(launch: Launch) -> int | None:
 def asked_of_caches(launch: Launch) -> int | None:
     """Bytes of states and first layers that the programs of a launch over pairs load, all together."""
     a = launch.named
-    share = {"_layered": 1, "_layered_groups": GROUP}.get(launch.name)
-    if share is None:
+    share = {"_layered": 1, "_layered_groups": GROUP, "_states": a.get("BLOCK")}.get(launch.name)
+    if share is None or a.get("DOES") == 2:
         return None
     n_pairs, w1, x = a["out_ptr"].numel(), a["w1_ptr"], a["x_ptr"]
     of_state = x[0].numel() * x.element_size()
@@ -436,11 +442,12 @@ def row(launch: Launch, chip: int, compiler: Compiler) -> dict[str, Any]:
     }  # fmt: skip
     if known is not None:
         read, written = known
+        rate = limits.matrix_flops_per_second if needs.matrix_unit else limits.flops_per_second
         found |= {
             "bytes_read": read, "bytes_written": written, "bytes_asked": asked_of_caches(launch), "flops": n_flops,
             "read_us": 1e6 * read / limits.bytes_per_second,
             "moved_us": 1e6 * (read + written) / limits.bytes_per_second,
-            "flops_us": None if n_flops is None else 1e6 * n_flops / limits.flops_per_second,
+            "flops_us": None if n_flops is None else 1e6 * n_flops / rate,
         }  # fmt: skip
     return found
 

@@ -194,17 +194,52 @@ def test_what_kernels_of_forms_could_spare_is_what_was_counted():
     )
 
 
+def test_what_a_gpu_took_is_what_was_measured():
+    found, page = result("nvidia-h100-80gb-hbm3.json"), page_of("docs/performance.md")
+    assert flat(kernel_figures.gpu(found)) in page and flat(kernel_figures.gpu_claims(found)) in page
+    scoring = {(r["hidden"], r["batch"], r["method"]): r for r in found["rows"] if r["part"] == "scoring"}
+    for row in scoring.values():
+        few = row["batch"] <= 8
+        if row["method"] == "ours (triton)" and few:  # as long as torch takes to read the first layers
+            assert row["ratio_to_floor"] < 1.1
+    ours, bank = (scoring[2560, 1, name] for name in ("ours (triton)", "stacked bank, repaired"))
+    at_most = ours["weight_bytes"] / found["read_gb_per_s"] / 1e3
+    assert f"reads {found['read_gb_per_s']:,.0f} GB a second" in page
+    assert f"the {ours['weight_bytes'] / 1e6:.0f} MB of 64 probes of D = 2,560 would take {at_most:.1f} µs" in page
+    assert f"The bank takes {bank['median_us'] / at_most:.1f} times those {at_most:.1f} µs" in page
+    alone = scoring[2560, 1, "ours (triton), launched from Python"]
+    assert f"from Python a call takes {alone['median_us']:.0f} µs there" in page
+    rows = {row["method"]: row for row in found["rows"] if row["part"] != "scoring"}
+    step, of_probe = rows["a step"], 2 * (128 * 4096 + 64 * 128 + 64) + 4 * (128 + 64 + 1)
+    reading = step["evaluated"] * of_probe / found["read_gb_per_s"] / 1e3
+    assert (
+        f"A step evaluates {step['evaluated']:.0f} probes there on average, whose bytes take {reading:.0f} µs" in page
+    )
+    whole = rows["a step, from Python to results on the host"]["median_us"]
+    assert f"results on the host a step takes {whole:.0f} µs" in page
+    bare, watched = rows["bare"]["median_us"], rows["watched"]["median_us"]
+    assert (
+        f"a decode step of {bare / 1e3:.1f} ms the step runs on a stream of its own and adds {watched - bare:.0f} µs"
+        in page
+    )
+
+
 def test_what_kernels_need_of_a_gpu_is_what_was_compiled():
     found, page = result("kernel_resources.json"), page_of("docs/performance.md")
     assert flat(kernel_figures.kernel_resources(found)) in page and flat(kernel_figures.kernel_summary(found)) in page
-    assert "estimate on paper, of code that no GPU has run" in page and found["ran_on_a_gpu"] is False
-    step, prompt = (
-        kernel_figures.rows_of(found, kernel, f"64 128-64-1 probes, {states}", "bfloat16")[1]
-        for kernel, states in (("_layered", "1 state"), ("_layered_groups", "64 states"))
+    assert "The table below is an estimate on paper" in page and found["ran_on_a_gpu"] is False
+    step, prompt, fp32 = (
+        kernel_figures.rows_of(found, kernel, f"64 128-64-1 probes, {states}", dtype)[1]
+        for kernel, states, dtype in (
+            ("_states", "1 state", "bfloat16"),
+            ("_states", "64 states", "bfloat16"),
+            ("_layered_groups", "64 states", "float32"),
+        )
     )
     assert step["hidden"] == prompt["hidden"] == 4096 and found["chips"]["90"]["name"] == "H100"
     assert f"needs {step['read_us']:.0f} µs for the weights and {step['flops_us']:.1f} µs for the products" in page
-    assert f"the products take {prompt['flops_us']:.0f} µs beside {prompt['read_us']:.0f} µs of reading" in page
+    assert f"the products take {prompt['flops_us']:.1f} µs beside {prompt['read_us']:.0f} µs of reading" in page
+    assert f"in fp32, without matrix units, {fp32['flops_us']:.0f} µs" in page
     linear = kernel_figures.rows_of(found, "_linear", "64 linear probes, 1 state", "bfloat16")[1]
     assert f"has {linear['programs']} programs for {found['chips']['90']['processors']} processors" in page
     assert {row["sm"] for row in found["rows"]} == {80, 90, 100} and all("error" not in row for row in found["rows"])

@@ -17,6 +17,7 @@ from probemon.core.static_html import Colours, element, fragment, path_of, size_
 from probemon.monitor.result import ConceptScore, Result, ranked, told_reasons, without_thresholds
 from probemon.monitor.summary import Stretch, lower_thresholds, nothing_listed, summarise
 from probemon.monitor.token_html import token_span
+from probemon.packs.group import told_of_never
 
 _TEXT_BYTES = 150_000  # of all rows together
 _MOST_ROWS, _MOST_SENTENCES, _MOST_CONCEPTS, _MOST_REASONS = 8, 40, 12, 5
@@ -121,6 +122,8 @@ def _summary(result: Result, row: int, most: int) -> Iterator[Element]:
         yield table(heads, [_line(concept) for concept in best[:_MOST_CONCEPTS]], numbers=(2, 3))
     if mute.all():
         return
+    if never := told_of_never(result.pack):
+        yield element("p", f"{never}.", kind="dim")
     whole = "the answer" if phase == "generated" else "the text"
     if not summary.answer.concepts:
         yield element("p", nothing_listed(summary.answer, whole), kind="dim")

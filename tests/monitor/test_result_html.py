@@ -139,6 +139,14 @@ def test_what_cannot_fire_is_ranked_and_not_coloured(model, tmp_path):
     assert "ranked, not firing" in page.text and "No concept fired" not in page.text
 
 
+def test_concepts_that_never_fire_are_told_of(model, tmp_path):
+    threshold = torch.full((40,), 0.25)
+    threshold[[3, 9]] = 1.0
+    pack = make_pack(tmp_path / "p", model, alert_threshold=threshold)
+    result = generated(DynamicProbeManager(pack, strategy="descent"), model)
+    assert "2 concepts never fire (alert threshold 1): 'concept 3', 'concept 9'." in read(result._repr_html_()).text
+
+
 def test_tokens_that_fire_are_told_of_where_no_sentence_is_about_them(model, tmp_path):
     pack = make_pack(tmp_path / "p", model, alert_threshold=torch.full((40,), 0.2), aggregated={"max": torch.ones(40)})
     result = generated(DynamicProbeManager(pack), model)

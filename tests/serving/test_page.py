@@ -108,10 +108,12 @@ def test_what_a_limit_a_budget_and_an_exclusion_left_out_is_said_of_the_tokens_s
         (0, "1 token seen, 0 unseen · of 40 probes 7 active a token · 3 scores dropped by a limit or late"),
         (2, "3 tokens seen, 0 unseen · of 40 probes 7 active a token · 7 scores dropped by a limit or late"),
     ):
-        view = {"choice": {"tokens": tokens}, "pack": {"concepts": [{}] * 40}, "upto": upto, "run": {}}
+        concepts = [{"threshold": 0.5}] * 38 + [{"threshold": 1}, {"threshold": None}]
+        view = {"choice": {"tokens": tokens}, "pack": {"concepts": concepts}, "upto": upto, "run": {}}
         said = page(f"import('/page/now.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
         shed = "less was scored than is watched at 1 token: the budget left it out · " if upto else ""
-        assert said == f"{expected} · {shed}2 excluded a token"
+        mute = "2 concepts can never fire, whose threshold is 1 or is not set"
+        assert said == f"{expected} · {shed}2 excluded a token · {mute}"
 
 
 def test_a_link_to_a_token_and_a_concept_shows_that_and_the_concept_alone(page_browser, page_server):

@@ -187,12 +187,14 @@ export function coverageOf(view) {
   const sum = (name) => tokens.reduce((so_far, token) => so_far + (token.unseen ? 0 : token[name]), 0);
   const perToken = (name) => (sum(name) / Math.max(1, seen)).toFixed(0);
   const shed = tokens.filter((token) => token.n_shed).length;
+  const mute = pack.concepts.filter(({ threshold }) => threshold === null || threshold >= 1).length;
   return [
     `${plural(seen, "token")} seen, ${unseen.length} unseen`,
     `of ${plural(pack.concepts.length, "probe")} ${perToken("n_active")} active a token`,
     ...(sum("n_dropped") ? [`${plural(sum("n_dropped"), "score")} dropped by a limit or late`] : []),
     ...(shed ? [`less was scored than is watched at ${plural(shed, "token")}: the budget left it out`] : []),
     ...(sum("n_excluded") ? [`${perToken("n_excluded")} excluded a token`] : []),
+    ...(mute ? [`${plural(mute, "concept")} can never fire, whose threshold is 1 or is not set`] : []),
     ...(toldOf(view) ? [toldOf(view)] : []),
   ].join(" · ");
 }

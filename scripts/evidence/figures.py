@@ -350,11 +350,12 @@ def corpus(found: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for name, pack in found["packs"].items():
-        rate = pack["tokens_per_second"]
-        lines.append(
-            f"| `{name}` | {rate['bare']:,} tokens/s | {rate['analysis']:,} tokens/s | {pack['overhead_pct']:+.1f} % |"
-            f" {rate['whole_host']:,} tokens/s | {pack['overhead_whole_host_pct']:+.1f} % |"
-        )
+        rate, cells = pack["tokens_per_second"], [f"`{name}`"]
+        cells.append(f"{rate['bare']:,} tokens/s")
+        for way, cost in (("analysis", "overhead"), ("whole_host", "overhead_whole_host")):
+            low, high = pack[f"{cost}_interval"]
+            cells += [f"{rate[way]:,} tokens/s", f"{pack[f'{cost}_pct']:+.1f} % ({low:+.1f} to {high:+.1f})"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

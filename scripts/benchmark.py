@@ -83,7 +83,7 @@ def run_gpu() -> dict[str, Any]:
         "rows": found["rows"],
         "read_gb_per_s": found["read_gb_per_s"],
         "seconds": round(time.perf_counter() - begin, 1),
-        **about(*MEASURES),
+        **about("scripts/benchmark.py", "probemon/core", "probemon/engine", "scripts/bench"),
         "cuda": torch.version.cuda,
     }
 

@@ -77,3 +77,14 @@ def test_files_of_this_commit_are_fresh_and_others_say_why(tmp_path):
     )
     if root.stdout.split()[0] != commit:  # of the first commit nearly all has changed since
         assert len(changes_since(root.stdout.split()[0], ["probemon/errors.py"])) > 3
+
+
+def test_what_a_gpu_alone_runs_counts_for_results_of_a_gpu_and_where_it_is_named():
+    first = subprocess.run(
+        ["git", "rev-list", "--max-parents=0", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()[0]
+    kernel = "probemon/engine/kernels/triton_pairs.py"
+    of_kernel = [name for name in changes_since(first, ["probemon/engine"], on_gpu=True) if name.startswith(kernel)]
+    assert of_kernel and changes_since(first, [kernel]) == of_kernel
+    others = changes_since(first, ["probemon/engine"])
+    assert others and not any(name.startswith(kernel) for name in others)

@@ -107,7 +107,9 @@ def codes_of(host: Any, tokenizer: Any, adapter: Any, text: str) -> list[dict[st
     if bem.levels is not None:
         by_site = list(bem.levels.chosen().values())
         most = max(LEVELS, key=by_site.count)
-        shown, levels = codes.of(most)[0], [most] * ids.shape[1]
+        n_of = by_site.count(most)
+        name = most if n_of == len(by_site) else f"{most} ({n_of} of {len(by_site)} sites)"
+        shown, levels = codes.of(most)[0], [name] * ids.shape[1]
     else:
         taken = codes_taken(bem, codes)
         shown = taken[min(taken)][0]  # of attention outputs and MLPs, where there are any

@@ -101,7 +101,7 @@ def watch(
     """
     check_generation(prompt, max_new_tokens)
     sampling = sampling_arguments(sample, temperature, top_p, seed)
-    from probemon.cli.watch_rules import Watching, scores_sink, shown_above, stop_rules
+    from probemon.cli.watch_rules import Watching, check_watched, scores_sink, shown_above, stop_rules
     from probemon.engine.kernels import check_device
     from probemon.packs.group import open_packs
 
@@ -116,15 +116,16 @@ def watch(
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     above = shown_above(opened, concept or (), min_strength)
     watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
+    manager = make_manager(opened, device=device, **settings)
+    if stated is not None:
+        manager.hold_to(stated)
+    check_watched(manager, concept or ())
     host, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.live_view import LiveView, PlainView, summary
     from probemon.cli.watch_answer import Watched
     from probemon.host.compatibility import check_readable
     from probemon.host.model import unwrap
 
-    manager = make_manager(opened, device=device, **settings)
-    if stated is not None:
-        manager.hold_to(stated)
     check_readable(manager.pack, unwrap(host), strict=strict)  # before the view says that it is watched
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)

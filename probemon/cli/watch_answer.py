@@ -57,6 +57,8 @@ class Watched:
                 + (f", {self._per_token('excluded'):.0f} excluded" if result.coverage.excluded.any() else "")
             ),
         ]
+        if n_shed := np.count_nonzero(result.coverage.shed):
+            lines.append(f"less was scored than is watched at {counted(n_shed, 'token')}: a budget left it out")
         health = self.watching.health
         lines += [] if health is None else [str(check) for check in health.wrong]
         if self.audited:
@@ -97,6 +99,8 @@ class Watched:
             "probes_evaluated_per_token": round(evaluated, 2),
             "probes_active_per_token": round(active, 2),
             "dropped": int(cover.dropped.sum()),
+            "excluded": int(cover.excluded.sum()),
+            "shed": int(cover.shed.sum()),
             "audit": result.audit.as_dict() if self.audited else None,
             "probes_without_threshold": int(pack.alert_threshold.isnan().sum()),
             "probes_that_never_fire": len(never_fires(pack)),

@@ -26,6 +26,7 @@ from probemon.monitor.sinks import JsonLinesSink
 from probemon.packs.group import AnyPack
 
 if TYPE_CHECKING:
+    from probemon.manager import DynamicProbeManager
     from probemon.monitor.delivery import Delivery
     from probemon.monitor.health import Health
     from probemon.monitor.run import MonitorRun
@@ -106,6 +107,19 @@ def shown_above(pack: AnyPack, concepts: Sequence[str], min_strength: float) -> 
         for probe in np.flatnonzero((above < 0) & ~pack.alert_threshold.isnan().numpy()).tolist():
             above[probe] = score_of_strength(float(pack.alert_threshold[probe]), min_strength)
     return above
+
+
+def check_watched(manager: DynamicProbeManager, concepts: Sequence[str]) -> None:
+    """Raise `ConfigError` where a concept that is to be shown is left out, since nothing would ever look at it."""
+    watched = manager.plan.watched
+    for concept in concepts:
+        left_out = [] if watched is None else [probe for probe in manager.pack.find_all(concept) if not watched[probe]]
+        if left_out:
+            names = ", ".join(ascii(manager.pack.concepts[probe]["name"]) for probe in left_out[:3])
+            raise ConfigError(
+                f"--concept {concept}: {names} is left out by the deployment, so that its silence says nothing: show"
+                " another concept, or change `exclude`, `include` or `depth`"
+            )
 
 
 def score_of_strength(threshold: float, strength: float) -> float:

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from probemon.core.harmless_text import clip
-from probemon.core.scores import GENERATED, PHASES, unlike
+from probemon.core.scores import GENERATED, PHASES, Coverage, unlike
 from probemon.core.static_html import Colours, element, fragment, path_of, size_of, table
 from probemon.monitor.result import ConceptScore, Result, ranked, told_reasons, without_thresholds
 from probemon.monitor.summary import Stretch, lower_thresholds, nothing_listed, summarise
@@ -60,12 +60,23 @@ def _coverage(result: Result) -> Iterator[Element]:
     yield element(
         "p",
         f"Coverage: of {cover.n_probes:,} probes {means['active']:,.1f} active and {means['evaluated']:,.1f} evaluated"
-        f" a token, {int(cover.dropped.sum()):,} dropped in all. Unseen tokens: {cover.n_unseen:,}"
+        f" a token, {int(cover.dropped.sum()):,} dropped in all{_left_out(cover, n_seen)}. Unseen tokens:"
+        f" {cover.n_unseen:,}"
         f"{f' ({why})' if why else ''}",
         kind="dim",
     )
     if caution := unlike(int(cover.far.sum()), n_seen):
         yield element("p", f"Caution: {caution}.")
+
+
+def _left_out(cover: Coverage, n_seen: int) -> str:
+    """What was looked at by nobody's wish, and what a budget left out."""
+    words, n_shed = "", int(np.count_nonzero(cover.shed))
+    if cover.excluded.any():
+        words += f", {cover.excluded.sum() / max(1, n_seen):,.1f} excluded a token, of which nothing is known"
+    if n_shed:
+        words += f"; at {n_shed:,} token{'s' if n_shed > 1 else ''} a budget left out some of what is watched"
+    return words
 
 
 def _text(colours: Colours, result: Result, row: int, budget: int) -> Iterator[Element]:

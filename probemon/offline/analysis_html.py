@@ -99,10 +99,12 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     heads = ["concepts, the strongest first", "documents", "tokens", "highest score", "strength there"]
     yield table(heads, rows, numbers=(1, 2, 3, 4))
     n_excluded = concepts["watched"].count(False)
+    n_bare = int(np.count_nonzero(bare & (documents == 0) & np.asarray(concepts["watched"])))
     n_never = len(documents) - len(over) - n_excluded
+    none = f" ({n_bare:,} of them have no alert threshold)" if n_bare else ""
     left = (
         f"{len(over) - len(rows):,} more were over the floor (those among them that are in no more documents than one"
-        f" below them), {n_never:,} never{_excluded(n_excluded)}: analysis.concepts() has all."
+        f" below them), {n_never:,} never{none}{_excluded(n_excluded)}: analysis.concepts() has all."
     )
     yield element("p", left, kind="dim")
 

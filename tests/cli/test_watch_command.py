@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,21 +22,21 @@ from rich.console import Console
 
 from arrangements import tokenizer
 from conftest import make_model, make_pack
-from probemon import DynamicProbeManager, ProbePack
+from probemon import DynamicProbeManager, ProbePack, Result
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
 from probemon.cli import watch as command
 from probemon.cli.common import chat_messages
 from probemon.cli.live_view import LiveView
-from probemon.cli.watch_answer import _why_unseen, apart
-from probemon.cli.watch_rules import score_of_strength, shown_above, stop_rules
+from probemon.cli.watch_answer import Watched, _why_unseen, apart
+from probemon.cli.watch_rules import Watching, score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
 from probemon.models.ltm import LtmConfig, LtmForCausalLM
 from probemon.monitor import overhead as measuring
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import describe, leading
 from probemon.packs.group import PackGroup
-from probemon.tracking.recording import LAST
+from probemon.tracking.recording import LAST, Tokens
 
 PACK = "probes/wordnet-smollm2-135m"
 TOKEN = re.compile(r"\s*\d+  ")  # the line of one
@@ -304,6 +305,35 @@ def test_a_deployment_says_what_was_met_and_by_which_file(watch):
         token = next(token for token in answer["per_token"] if token["position"] == event["column"])
         assert any(concept["concept"] == event["concept"] for concept in token["concepts"])
         assert f"at position {event['column']}" in error
+
+
+def test_what_a_deployment_leaves_out_is_counted_and_may_not_be_asked_for(watch, monkeypatch, capsys, tmp_path):
+    text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
+    text = text[: text.index("always_on:")] + "exclude: [animal]\n"
+    (tmp_path / "without.yaml").write_text(text)
+    arguments = ["--deployment", str(tmp_path / "without.yaml"), "--max-new-tokens", 3]
+    lines, answer = watch(*arguments, packs=())
+    pack = ProbePack.open(PACK)
+    n_out = sum(map(len, pack.tree.levels_below([pack.find("animal")])))
+    n_seen = answer["tokens"] - answer["unseen_tokens"]
+    assert (answer["excluded"], answer["shed"]) == (n_out * n_seen, 0)
+    assert any(line.endswith(f", {n_out} excluded") for line in lines)
+    monkeypatch.setattr(command, "load_aloud", lambda *_: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(sys, "argv", ["probemon", "watch", "demo", "--concept", "whale", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "--concept whale: 'whale' is left out by the deployment" in error
+
+
+def test_what_a_budget_left_out_is_said_also_when_it_has_recovered(whole):
+    n_tokens, shed = len(whole), np.zeros(len(whole), np.int64)
+    shed[2:7] = 3
+    scores = replace(whole.scores, coverage=replace(whole.coverage, shed=shed))
+    tokens = Tokens(whole.row, whole.position, whole.token_id, whole.phase, scores)
+    result = Result(whole.pack, whole.tokenizer, tokens)
+    watched = Watched(DynamicProbeManager(whole.pack), result, Watching([], None), above=None, cost=None, audited=False)
+    assert "less was scored than is watched at 5 tokens: a budget left it out" in watched.lines() and n_tokens > 7
 
 
 def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):

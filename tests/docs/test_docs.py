@@ -224,6 +224,18 @@ def test_what_a_gpu_took_is_what_was_measured():
     )
 
 
+def test_what_paging_took_on_a_gpu_is_what_was_measured():
+    found, page = result("nvidia-h100-80gb-hbm3.json"), page_of("docs/performance.md")
+    siblings, scattered, plain = (row for row in found["rows"] if row["part"] == "paging")
+    n_bytes, n, d = siblings["weight_bytes"], siblings["n_probes"], siblings["hidden"]
+    assert (siblings["method"], scattered["method"]) == ("ours, siblings", "ours, scattered")
+    assert (
+        f"Bringing {n} missing probes of D = {d:,} from RAM, {n_bytes / 1e6:.1f} MB, takes"
+        f" {siblings['median_us']:.0f} µs where they are siblings and {scattered['median_us']:.0f} µs where they are"
+        f" scattered; tensor by tensor from pageable RAM it takes {plain['median_us']:,.0f} µs"
+    ) in page
+
+
 def test_what_kernels_need_of_a_gpu_is_what_was_compiled():
     found, page = result("kernel_resources.json"), page_of("docs/performance.md")
     assert flat(kernel_figures.kernel_resources(found)) in page and flat(kernel_figures.kernel_summary(found)) in page

@@ -115,6 +115,17 @@ def test_a_text_unlike_the_calibration_is_said_to_be(manager, model):
         assert ("Caution: 3 of 30 tokens (10%) are unlike the text" in text) == said == ("Caution" in text)
 
 
+def test_what_was_excluded_and_what_a_budget_left_out_is_said(manager, model):
+    result = generated(manager, model)
+    assert "excluded" not in read(result._repr_html_()).text and "budget" not in read(result._repr_html_()).text
+    excluded, shed = np.full(len(result), 6), np.zeros(len(result), np.int64)
+    excluded[result.coverage.unseen != ""], shed[3:5] = 0, 11
+    scores = replace(result.scores, coverage=replace(result.coverage, excluded=excluded, shed=shed))
+    tokens = Tokens(result.row, result.position, result.token_id, result.phase, scores)
+    text = read(Result(result.pack, Tokenizer(), tokens)._repr_html_()).text
+    assert ", 6.0 excluded a token, of which nothing is known; at 2 tokens a budget left out some of what is" in text
+
+
 def test_precision_is_told_where_the_pack_says_it(model, tmp_path):
     concepts = [{"id": "a", "name": "a", "parents": [], "precision": {"mine": 0.875}}]
     g = torch.Generator().manual_seed(3)

@@ -98,6 +98,57 @@ def test_what_a_client_left_out_is_not_shown_as_silence(page_browser, page_serve
     )
 
 
+def test_what_did_not_reach_the_page_is_said_and_a_request_that_the_server_forgot_is_over(page_browser, page_server):
+    """A hole between tokens, or an end that counts more of them; every answer of the server has neither."""
+    names = [
+        ask(page_server, "whales"),
+        ask(page_server, "whales", max_tokens=1),
+        ask(page_server, "a held", hold=True),
+    ]
+    page = visit(page_browser, page_server)
+    missing = "import('/page/state.js').then(({{ nMissing }}) => nMissing({}))"
+    for name in names:
+        for choice in record(page_server, name)["choices"]:
+            assert choice["summary"]["coverage"]["tokens"] > 0 and page(missing.format(json.dumps(choice))) == 0
+    choice = record(page_server, names[0])["choices"][0]
+    holed = choice | {"tokens": choice["tokens"][:4] + choice["tokens"][7:], "events": []}
+    cut = choice | {"tokens": choice["tokens"][:-2]}
+    open_ended = holed | {"summary": None}
+    assert [page(missing.format(json.dumps(one))) for one in (holed, cut, open_ended)] == [3, 2, 3]
+    view = {"choice": holed, "pack": {"concepts": []}, "upto": len(holed["tokens"]) - 1, "run": {}}
+    said = page(f"import('/page/now.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
+    assert said.startswith("3 tokens did not reach this page: nothing is known of them here · ")
+    over = page(
+        """import('/page/state.js').then(({ apply, isRunning, mergeList, newState }) => {
+          const state = newState();
+          for (const request of ["old", "new", "listed"]) apply(state, "begin", { request, created: 1, kind: "chat" });
+          mergeList(state, [{ request: "listed", created: 1, kind: "chat", running: true }], ["old", "listed"]);
+          return ["old", "new", "listed"].map((id) => isRunning(state.runs.get(id)));
+        })"""
+    )
+    assert over == [False, True, True]
+
+
+def test_an_answer_that_nobody_looked_at_is_not_quiet(page_browser, page_server):
+    name = ask(page_server, "whales", max_tokens=1)  # the last token is never run by the host
+    page = visit(page_browser, page_server, f"#answer={name}")
+    page.until(ENDED)
+    assert "No token of the answer was scored" in page("document.getElementById('now-rows').innerText")
+
+
+def test_a_concept_without_a_threshold_has_a_score_and_no_strength(page_browser, page_server):
+    page = visit(page_browser, page_server)
+    told = page(
+        """Promise.all([import('/page/digest.js'), import('/page/said.js')]).then(([{ digest, nearest }]) => {
+          const token = { position: 3, top: [[0, 0.8, null], [1, 0.4, null]], fired: [], strengths: [], unseen: null };
+          const pack = { concepts: [{ threshold: null }, { threshold: 0.5 }], ancestors: () => [] };
+          const found = digest({ tokens: [token], version: 0 }, pack);
+          return [found.near[0].map(({ strength }) => strength), nearest(found, 9).map(({ c }) => c)];
+        })"""
+    )
+    assert told[0][0] is None and told[0][1] < 0 and told[1] == [1]
+
+
 def test_what_a_limit_a_budget_and_an_exclusion_left_out_is_said_of_the_tokens_so_far(page_browser, page_server):
     """Whether the answer has ended or not: each token has its counts."""
     counts = [(7, 3, 2, 0), (9, 0, 2, 11), (5, 4, 2, 0)]

@@ -35,7 +35,7 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
     const told = new Map(
       token.top.map(([c, score, strength]) => [
         c,
-        { c, score, strength: strength ?? strengthOver(pack.concepts[c].threshold, score) },
+        { c, score, strength: strength ?? strengthIn(pack, c, score) },
       ]),
     );
     const fired = new Set(token.fired);
@@ -62,6 +62,12 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
 
 const cache = new WeakMap();
 
+/** By how much a score is over its concept's threshold; null of a concept that has none. */
+function strengthIn(pack, c, score) {
+  const { threshold } = pack.concepts[c];
+  return threshold === null ? null : strengthOver(threshold, score);
+}
+
 /** How strongly a concept fires at a token, whether or not its client asked for so many of the best; else null. */
 export const strengthAt = (token, c) => token.strengths[token.fired.indexOf(c)] ?? null;
 
@@ -85,7 +91,7 @@ export function lanesOf(told, most) {
 /** Concepts that never fired, the nearest to their thresholds first, at most `most`. */
 export function nearest({ concepts, nears }, most) {
   return [...nears.values()]
-    .filter(({ c }) => !concepts.has(c))
+    .filter(({ c, peak }) => !concepts.has(c) && peak > -Infinity) // without a threshold nothing is near it
     .sort((a, b) => b.peak - a.peak || a.c - b.c)
     .slice(0, most);
 }

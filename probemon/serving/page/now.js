@@ -6,6 +6,7 @@ import { foremost, tint } from "./digest.js";
 import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
 import { above, inOneLine, nameOf, quoted, right, strengthOf, toldOf } from "./said.js";
+import { nMissing } from "./state.js";
 import { hueOf } from "./tokens.js";
 
 const ROWS = 5;
@@ -91,6 +92,15 @@ function wholeRow(app, view, { c, n, nLead, peak, peakAt, first }) {
   );
 }
 
+/** What is said of an answer at which nothing fired: of tokens that nobody looked at nothing is known. */
+function nothingIn(view) {
+  const { tokens } = view.choice;
+  if (tokens.every(({ unseen }) => unseen)) return "No token of the answer was scored, so nothing is known of it.";
+  const missing = nMissing(view.choice) ? " at the tokens that reached this page" : "";
+  const told = toldOf(view) ? ` of what was told: ${toldOf(view)}` : "";
+  return `Nothing was over its threshold${missing}${told}. What no probe fires at may be there all the same.`;
+}
+
 function drawWhole(app, view) {
   const all = foremost(view.digest);
   $("now-what").textContent = "in the whole answer";
@@ -104,7 +114,7 @@ function drawWhole(app, view) {
           el(
             "li",
             { class: "nothing" },
-            `Nothing was over its threshold${toldOf(view) ? ` of what was told: ${toldOf(view)}` : ""}. What no probe fires at may be there all the same.`,
+            nothingIn(view),
           ),
         ]),
   );
@@ -180,6 +190,7 @@ function lastFired(app, { digest, at, choice, pack }) {
 /** How much was looked at in the whole answer, in a line. */
 export function coverageOf(view) {
   const { choice, pack, upto } = view;
+  const missing = nMissing(choice);
   const tokens = choice.tokens.slice(0, upto + 1);
   const unseen = tokens.filter((token) => token.unseen);
   const seen = tokens.length - unseen.length;
@@ -189,6 +200,7 @@ export function coverageOf(view) {
   const shed = tokens.filter((token) => token.n_shed).length;
   const mute = pack.concepts.filter(({ threshold }) => threshold === null || threshold >= 1).length;
   return [
+    ...(missing ? [`${plural(missing, "token")} did not reach this page: nothing is known of them here`] : []),
     `${plural(seen, "token")} seen, ${unseen.length} unseen`,
     `of ${plural(pack.concepts.length, "probe")} ${perToken("n_active")} active a token`,
     ...(sum("n_dropped") ? [`${plural(sum("n_dropped"), "score")} dropped by a limit or late`] : []),

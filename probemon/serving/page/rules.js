@@ -4,6 +4,7 @@ import { $, el } from "./elements.js";
 import { score } from "./words.js";
 import { clip } from "./harmless.js";
 import { quoted } from "./said.js";
+import { nMissing } from "./state.js";
 
 const NAME = "probemon-rules";
 const OFFERED = 40;
@@ -85,6 +86,7 @@ export function drawRules(app, view) {
 function drawEvents(app, view) {
   const box = $("events");
   const events = view === null ? [] : view.choice.events;
+  const missing = view !== null && nMissing(view.choice) > 0;
   const key =
     view === null
       ? ""
@@ -92,6 +94,7 @@ function drawEvents(app, view) {
           app.place.answer,
           app.place.choice,
           events,
+          missing,
           view.choice.tokens.length ? view.choice.tokens[0].position : 0,
         ]);
   $("events-count").textContent = events.length ? String(events.length) : "";
@@ -119,7 +122,16 @@ function drawEvents(app, view) {
       );
     }),
   );
-  if (!events.length) box.replaceChildren(el("li", { class: "dim" }, "No rule was met in this answer."));
+  if (!events.length)
+    box.replaceChildren(
+      el(
+        "li",
+        { class: "dim" },
+        missing
+          ? "No rule was met that this page was told of, which was not told all of this answer."
+          : "No rule was met in this answer.",
+      ),
+    );
 }
 
 /** Concepts whose id or name holds what was typed, offered while it is typed. */

@@ -52,9 +52,10 @@ export function connect(app) {
         if (!isOfThisServer(boot)) return;
         state.pack ??= readPack(told, hierarchyOf);
       }
+      const known = [...state.runs.keys()];
       const { boot, told } = await getRuns();
       if (!isOfThisServer(boot)) return;
-      mergeList(state, told.requests);
+      mergeList(state, told.requests, known);
       const ofServer = newestFirst(state).filter((run) => !run.pack);
       const wanted = new Set(ofServer.filter(isRunning).map(({ id }) => id));
       if (app.place.answer !== null && !app.run()?.pack) wanted.add(app.place.answer);

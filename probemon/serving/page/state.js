@@ -76,6 +76,17 @@ export function isRunning(run) {
   return run.choices.length < run.n || run.choices.some(({ finish }) => finish === null);
 }
 
+/**
+ * How many tokens of an answer did not reach this page: positions that are left out between those that did, or what the
+ * answer's end counts besides.
+ */
+export function nMissing({ tokens, summary }) {
+  let n = 0;
+  for (let i = 1; i < tokens.length; i++) n += tokens[i].position - tokens[i - 1].position - 1;
+  const told = (summary?.coverage?.tokens ?? 0) - (summary?.n_withheld ?? 0);
+  return Math.max(n, told - tokens.length);
+}
+
 /** Where a token belongs among those of its choice; the newest is most often the last. */
 function placeOf(tokens, position) {
   let low = 0;
@@ -186,8 +197,16 @@ export function merge(state, record) {
   return run;
 }
 
-/** Take in the list of runs, of which little more than the names is known. */
-export function mergeList(state, list) {
+/**
+ * Take in the list of runs, of which little more than the names is known. Of those that were `known` before the list was
+ * asked for and are not on it the server knows nothing any more, so nothing more comes of them.
+ */
+export function mergeList(state, list, known = []) {
+  const listed = new Set(list.map(({ request }) => request));
+  for (const id of known) {
+    const run = state.runs.get(id);
+    if (run && !run.pack && !listed.has(id)) run.ended = true;
+  }
   for (const { request, created, kind, beginning, running } of list) {
     const run = runOf(state, request);
     Object.assign(run, { created, kind, excerpt: beginning });

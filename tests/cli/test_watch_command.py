@@ -326,14 +326,14 @@ def test_what_a_deployment_leaves_out_is_counted_and_may_not_be_asked_for(watch,
     assert ended.value.code == 2 and "--concept whale: 'whale' is left out by the deployment" in error
 
 
-def test_what_a_budget_left_out_is_said_also_when_it_has_recovered(whole):
-    n_tokens, shed = len(whole), np.zeros(len(whole), np.int64)
+def test_what_a_budget_left_out_is_said_also_when_it_has_recovered(demo, whole):
+    shed = np.zeros(len(whole), np.int64)
     shed[2:7] = 3
     scores = replace(whole.scores, coverage=replace(whole.coverage, shed=shed))
     tokens = Tokens(whole.row, whole.position, whole.token_id, whole.phase, scores)
-    result = Result(whole.pack, whole.tokenizer, tokens)
+    result = Result(whole.pack, demo[1], tokens)
     watched = Watched(DynamicProbeManager(whole.pack), result, Watching([], None), above=None, cost=None, audited=False)
-    assert "less was scored than is watched at 5 tokens: a budget left it out" in watched.lines() and n_tokens > 7
+    assert "less was scored than is watched at 5 tokens: a budget left it out" in watched.lines()
 
 
 def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):

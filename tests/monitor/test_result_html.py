@@ -119,7 +119,7 @@ def test_what_was_excluded_and_what_a_budget_left_out_is_said(manager, model):
     result = generated(manager, model)
     assert "excluded" not in read(result._repr_html_()).text and "budget" not in read(result._repr_html_()).text
     excluded, shed = np.full(len(result), 6), np.zeros(len(result), np.int64)
-    excluded[result.coverage.unseen != ""], shed[3:5] = 0, 11
+    excluded[~result.coverage.seen], shed[3:5] = 0, 11
     scores = replace(result.scores, coverage=replace(result.coverage, excluded=excluded, shed=shed))
     tokens = Tokens(result.row, result.position, result.token_id, result.phase, scores)
     text = read(Result(result.pack, Tokenizer(), tokens)._repr_html_()).text

@@ -57,7 +57,7 @@ class Watched:
                 + (f", {self._per_token('excluded'):.0f} excluded" if result.coverage.excluded.any() else "")
             ),
         ]
-        if n_shed := np.count_nonzero(result.coverage.shed):
+        if n_shed := int(np.count_nonzero(result.coverage.shed)):
             lines.append(f"less was scored than is watched at {counted(n_shed, 'token')}: a budget left it out")
         health = self.watching.health
         lines += [] if health is None else [str(check) for check in health.wrong]

@@ -17,6 +17,7 @@ import typer
 from probemon.cli.common import load_aloud, make_manager, open_deployment, pack_for, use_threads
 from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
+from probemon.core.counted import counted
 from probemon.errors import ConfigError, ProbemonError
 
 if TYPE_CHECKING:
@@ -112,15 +113,18 @@ def serve(
 def _reload(served: Served) -> None:
     """Read the deployment file again, and say what came of it."""
     try:
-        n_not_told = served.holding.reload()
+        reloaded = served.holding.reload()
     except (ProbemonError, OSError) as error:
         say(f"probemon serve: not reloaded, what held before goes on: {error}")
         return
     held = served.holding.now.deployment
     assert held is not None
-    more = (
-        f"; {n_not_told} answers take its rules and watch what they watched, for rules of their own"
-        if n_not_told
-        else ""
-    )
+    more = ""
+    if n := reloaded.to_rules:
+        more += f"; {counted(n, 'answer')} under way: its rules hold, and what is watched stays, for rules of their own"
+    if n := reloaded.to_nothing:
+        more += (
+            f"; {counted(n, 'answer')} under way: NOTHING of it holds, beside rules of their own; what held before goes"
+            " on until they end"
+        )
     say(f"probemon serve: {held.path.name} was read again, sha256 {held.sha256}{more}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,14 +20,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
-from probemon.errors import ConfigError, RequestRefused, UnknownConcept
+from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
 from probemon.monitor.rules import Action, Event, Named, Rule
 from probemon.serving.answer_text import AnswerText
 from probemon.serving.draws import Draws
-from probemon.serving.held import Held
+from probemon.serving.held import Held, Takes
 from probemon.serving.served import Prepared, Served
 from probemon.serving.token_objects import Told
 from probemon.tracking.align import PlacedTokens
@@ -134,7 +134,9 @@ class Answering(StoppingCriteria):
         ):
             with self._holding:  # the file may have been read again meanwhile
                 self._run, held = run, self._newer or held
-                self._hold_to(held, count=False)
+                if held.deployment is not None:
+                    rules = [self._own(rule) for rule in held.rules]
+                    run.hold_to(held.deployment, rules, held.always_on, held.exclude, count=False)
             for follower in self._followers:
                 run.follow(follower)
             self._watch_rules(run)
@@ -189,21 +191,24 @@ class Answering(StoppingCriteria):
             except (ConfigError, UnknownConcept) as error:  # it was checked when it came: the file was read again since
                 raise RequestRefused(str(error), f"probemon.rules[{at}]") from None
 
-    def hold_to(self, held: Held) -> None:
-        """Hold to what the deployment file says now, from the next token on; from any thread."""
+    def hold_to(self, held: Held) -> Takes:
+        """Hold to what the deployment file says now, from the next token on; from any thread.
+
+        Where a rule of the request is on what is excluded now, or the file leaves no room beside such rules, the file's
+        rules hold all the same and what is watched stays; where that cannot be either, what held before goes on.
+        """
         with self._holding:
             self._newer = held
-            if self._run is not None:
-                self._hold_to(held, count=True)
-
-    def _hold_to(self, held: Held, *, count: bool) -> None:
-        if held.deployment is not None:
-            rules = [self._own(rule) for rule in held.rules]
-            try:
-                self._run.hold_to(held.deployment, rules, held.always_on, held.exclude, count=count)
-            except (ConfigError, UnknownConcept):  # a rule of the request is on what is excluded now
-                self._run.hold_to(held.deployment, rules, count=count)  # those of the file hold all the same
-                raise
+            if self._run is None or held.deployment is None:
+                return "all"
+            rules, refused = [self._own(rule) for rule in held.rules], (ConfigError, UnknownConcept, ArenaFull)
+            with suppress(*refused):
+                self._run.hold_to(held.deployment, rules, held.always_on, held.exclude, count=True)
+                return "all"
+            with suppress(*refused):
+                self._run.hold_to(held.deployment, rules, count=True)
+                return "rules"
+            return "nothing"
 
     def _own(self, rule: Rule) -> Rule:
         """Return a rule of the deployment that acts on this answer; of one that stays the same, which goes on."""

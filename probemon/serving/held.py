@@ -13,9 +13,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from probemon.errors import ConfigError, UnknownConcept
+from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.rules import Rule
@@ -31,11 +31,23 @@ class Held:
     exclude: tuple[str, ...] | None = None
 
 
+Takes = Literal["all", "rules", "nothing"]
+
+
 class Answer(Protocol):
     """An answer under way."""
 
-    def hold_to(self, held: Held) -> None:
-        """Hold to what the file says now, from the next token on."""
+    def hold_to(self, held: Held) -> Takes:
+        """Hold to what the file says now, from the next token on; return how much of it can be held to beside the rules
+        of the request.
+        """
+
+
+class Reloaded(NamedTuple):
+    """How many answers under way do not hold to all of a file: to its rules alone, and to what they held to before."""
+
+    to_rules: int
+    to_nothing: int
 
 
 class Holding:
@@ -63,18 +75,18 @@ class Holding:
         """Raise `ConfigError`, `ArenaFull` where rules on more probes do not fit what holds."""
         self._check(self.now, probes, "the rules of a request")
 
-    def reload(self) -> int:
+    def reload(self) -> Reloaded:
         """Read the file again; all that is under way holds to it from its next token on, and what begins from now on.
 
-        Returns how many answers take its rules alone, and watch what they watched, since rules of their requests are on
-        what is now excluded. Raises `DeploymentError`, and changes nothing then.
+        Returns how many answers do not, for rules of their own: they are on what is now excluded, or leave no room.
+        Raises `DeploymentError`, `ArenaFull`, and changes nothing then.
         """
         with self._reloading:
             return self._reload()
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _reload(self) -> int:
+    def _reload(self) -> Reloaded:
         before = self.now.deployment
         if before is None:
             raise ConfigError("this server has no deployment file that could be read again: start it with --deployment")
@@ -90,16 +102,9 @@ class Holding:
             self._check(held, [], "the rules of the file")
         with self._lock:
             self.now, answers = held, list(self._answers)
-        return sum(not _told(answer, held) for answer in answers)
+        takes = [answer.hold_to(held) for answer in answers]
+        return Reloaded(takes.count("rules"), takes.count("nothing"))
 
     def _check(self, held: Held, probes: Sequence[int], what: str) -> None:
         all_probes = [*(rule.probe for rule in held.rules), *probes]
         self._manager.engine.check_room(self._manager.plan_with(all_probes, held.exclude, held.always_on), lambda: what)
-
-
-def _told(answer: Answer, held: Held) -> bool:
-    try:
-        answer.hold_to(held)
-    except (ConfigError, UnknownConcept):
-        return False
-    return True

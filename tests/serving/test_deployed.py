@@ -14,6 +14,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from conftest import make_pack
 from local_servers import answering
 from probemon import DynamicProbeManager
+from probemon.cli.serve import _reload
 from probemon.errors import ConfigError, DeploymentError
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.rungs import NAMES
@@ -220,7 +221,7 @@ def test_a_file_that_is_read_again_holds_for_answers_under_way_from_their_next_t
         seen.append(kwargs["input_ids"].shape[1])
         if len(seen) == 4:  # before the third token is run
             deployment_of(folder, record, {**record, "concepts": ["c2"], "for_tokens": 2}, exclude=["c3"])
-            assert served.holding.reload() == 0
+            assert served.holding.reload() == (0, 0)
 
     handle = decoder.register_forward_pre_hook(reload, with_kwargs=True)
     try:
@@ -277,8 +278,39 @@ def test_a_rule_of_a_request_that_the_file_now_excludes_is_watched_still_and_rul
         handle.remove()
         running.close()
     events = json.loads(answer.content)["choices"][0]["message"]["probemon"]["events"]
-    assert told == [1] and [event["concept"] for event in events] == ["c1", "c2"]
+    assert told == [(1, 0)] and [event["concept"] for event in events] == ["c1", "c2"]
     assert refused.status == 400 and "leave it" in json.loads(refused.content)["error"]["message"]
+
+
+def test_an_answer_that_can_take_nothing_of_a_file_is_counted_and_keeps_what_held(parts, capsys):
+    """A rule of its own is on what the new file excludes, and the new file's rule on what the old one did."""
+    served, told = served_by(parts, exclude=["c3"]), []
+    first = served.holding.now.deployment.sha256
+
+    def reload(module, args, kwargs):
+        if not told:
+            stop = {"concepts": ["c3"], "above": 0.0, "action": "stop", "on_blind": "stop"}
+            deployment_of(parts[0], stop, exclude=["c2"])
+            told.append(_reload(served))
+
+    own = {"rules": [{"concept": "c2", "above": 0.999}]}
+    running, handle = (
+        Running(served, token=None),
+        served.model.model.register_forward_pre_hook(reload, with_kwargs=True),
+    )
+    try:
+        answers = [
+            running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": asked}, Authorization=None)
+            for asked in (own, {})
+        ]
+    finally:
+        handle.remove()
+        running.close()
+    kept, new = (json.loads(answer.content)["choices"][0] for answer in answers)
+    summary = kept["message"]["probemon"]["summary"]
+    assert kept["finish_reason"] == "length" and summary["deployment"] == first and "deployments" not in summary
+    assert new["finish_reason"] == "content_filter" and served.holding.now.deployment.sha256 != first
+    assert "; 1 answer under way: NOTHING of it holds, beside rules of their own" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -303,7 +335,7 @@ def test_a_request_that_waited_while_the_file_excluded_what_its_rule_is_on_is_re
             second = pool.submit(running.ask, "POST", "/v1/chat/completions", own, Authorization=None)
             eventually(lambda: b"probemon_requests_waiting 1" in running.ask("GET", "/metrics").content)
             deployment_of(parts[0], exclude=["c2"])
-            assert served.holding.reload() == 0
+            assert served.holding.reload() == (0, 0)
             may_go_on.set()
             answers = [first.result(30), second.result(30)]
         refused = b'probemon_requests_total{outcome="refused"} 1.0'
@@ -437,7 +469,7 @@ def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(par
         (parts[0] / "serve.json").write_text((parts[0] / "serve.json").read_text().replace('"c1"', '"c2"'))
         readings.append(pool.submit(served.holding.reload))
         second_asks.set()
-        assert [reading.result() for reading in readings] == [0, 0]
+        assert [reading.result() for reading in readings] == [(0, 0), (0, 0)]
     assert served.holding.now.exclude == ("c2",)
 
 
@@ -471,7 +503,7 @@ def test_rules_that_say_the_same_have_traffic_of_their_own_after_a_reading_too(p
     rule = {"concepts": ["c9"], "above": 3, "aggregate": "z:traffic:64", "action": "record", "on_blind": "pass"}
     served = served_by(parts, rule, rule)
     before = served.holding.now.rules
-    assert served.holding.reload() == 0
+    assert served.holding.reload() == (0, 0)
     assert [known is new for known, new in zip(before, served.holding.now.rules, strict=True)] == [True, True]
     assert before[0] is not before[1]
 

@@ -252,6 +252,11 @@ def _show(analysis: Analysis) -> None:
     if totals.get("audit", {}).get("n_tokens"):
         say(f"audit: {Audit.of_totals(totals['audit'])}")
     floor, alert = analysis.manifest["identity"]["floor"], concepts.column("alert_threshold").to_numpy()
+    if floor == "fired" and (n_bare := int((alert != alert).sum())):  # NaN
+        them = "it" if n_bare == 1 else "them"
+        say(
+            f"{counted(n_bare, 'concept')} without an alert threshold: there are no rows of {them}, whatever the scores"
+        )
     if floor == "fired" and (n_never := int((alert >= 1).sum())):
         have, it = ("has an alert threshold", "it") if n_never == 1 else ("have alert thresholds", "them")
         say(f"{counted(n_never, 'concept')} {have} of 1, which no score exceeds: there are no rows of {it}")

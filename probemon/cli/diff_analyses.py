@@ -95,6 +95,7 @@ def _show(comparison: Comparison, most: int) -> None:
     listed = comparison.differing
     tested = (
         f"{counted(len(comparison.rows), 'concept')} tested, {comparison.n_never_over} never over the floor in either"
+        + (f" ({comparison.n_mute} of them cannot be: no alert threshold, or 1)" if comparison.n_mute else "")
         + (f", {comparison.n_excluded} excluded" if comparison.n_excluded else "")
     )
     if not listed:

@@ -17,7 +17,7 @@ from probemon.core.scores import unlike
 from probemon.core.static_html import element, fragment, path_of, table
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
-from probemon.offline.compare import Comparison
+from probemon.offline.compare import Comparison, is_mute
 from probemon.offline.document_samples import Corpus
 from probemon.offline.report_data import strength_of
 
@@ -99,14 +99,19 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     heads = ["concepts, the strongest first", "documents", "tokens", "highest score", "strength there"]
     yield table(heads, rows, numbers=(1, 2, 3, 4))
     n_excluded = concepts["watched"].count(False)
-    n_bare = int(np.count_nonzero(bare & (documents == 0) & np.asarray(concepts["watched"])))
+    never = np.asarray([is_mute(value) for value in concepts["alert_threshold"]])
+    fired = analysis.manifest["identity"]["floor"] == "fired"
+    n_mute = int(np.count_nonzero(never & np.asarray(concepts["watched"]))) if fired else 0
     n_never = len(documents) - len(over) - n_excluded
-    none = f" ({n_bare:,} of them have no alert threshold)" if n_bare else ""
     left = (
         f"{len(over) - len(rows):,} more were over the floor (those among them that are in no more documents than one"
-        f" below them), {n_never:,} never{none}{_excluded(n_excluded)}: analysis.concepts() has all."
+        f" below them), {n_never:,} never{_mute(n_mute)}{_excluded(n_excluded)}: analysis.concepts() has all."
     )
     yield element("p", left, kind="dim")
+
+
+def _mute(n: int) -> str:
+    return f" ({n:,} of them cannot be: no alert threshold, or one of 1)" if n else ""
 
 
 def _excluded(n: int) -> str:
@@ -124,6 +129,7 @@ def _compared(comparison: Comparison) -> Iterator[Element]:
         "p",
         f"{len(differing):,} of {len(comparison.rows):,} concepts differ in their share of {what}, with a"
         f" false-discovery rate of at most {comparison.fdr:g}; {comparison.n_never_over:,} were over it in neither"
+        f"{_mute(comparison.n_mute)}"
         f"{_excluded(comparison.n_excluded)}.",
     )
     if not differing:

@@ -76,7 +76,8 @@ class ConceptDifference:
 class Comparison:
     """All concepts that were over the floor in either corpus, by q, then the largest effect.
 
-    `n_never_over` were over it in neither, and are not tested; `n_excluded` were not watched.
+    `n_never_over` were over it in neither, and are not tested: `n_mute` of them cannot be, since they have no alert
+    threshold, or one of 1, where the floor is that. `n_excluded` were not watched.
     """
 
     a: Corpus
@@ -88,6 +89,7 @@ class Comparison:
     confidence: float
     seed: int
     n_never_over: int
+    n_mute: int
     n_excluded: int
     rows: tuple[ConceptDifference, ...]
 
@@ -164,6 +166,11 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def is_mute(threshold: float | None) -> bool:
+    """Say whether a concept of this alert threshold never fires: it has none, or one of 1, which no score exceeds."""
+    return threshold is None or not threshold < 1
+
+
 def compare(
     a: Analysis,
     b: Analysis,
@@ -234,8 +241,11 @@ def compare(
         "p": p,
         "q": benjamini_hochberg(p),
     }
-    concepts = a.concepts().select(["concept", "name", "path", "level", "parents", "watched"]).to_pylist()
+    kept = ["concept", "name", "path", "level", "parents", "watched", "alert_threshold"]
+    concepts = a.concepts().select(kept).to_pylist()
     n_excluded = sum(not concept["watched"] for concept in concepts)
+    fired = a.manifest["identity"]["floor"] == "fired"
+    n_mute = sum(fired and concept["watched"] and is_mute(concept["alert_threshold"]) for concept in concepts)
     n_a, n_b = (np.diff(sample.ptr) for sample in samples)
     rows = []
     for i, c in enumerate(tested):
@@ -269,6 +279,7 @@ def compare(
         confidence,
         seed,
         len(concepts) - len(tested) - n_excluded,
+        n_mute,
         n_excluded,
         tuple(rows),
     )

@@ -16,6 +16,10 @@ const seen = documents.tokens.map((n, d) => n - documents.unseen[d]);
 const allSeen = totals.tokens - totals.unseen;
 const byId = new Map(concepts.id.map((id, c) => [id, c]));
 const embedded = new Set(documents.texts), excluded = new Set(concepts.excluded);
+const isMute = (c) => data.floor === "fired" && !(concepts.threshold[c] !== null && concepts.threshold[c] < 1);
+const mute = concepts.threshold.map((_, c) => c).filter((c) => isMute(c) && !excluded.has(c));
+/** That some of a document's tokens were not seen, or none was; "" where all were. */
+const unseenOf = (d) => !documents.unseen[d] ? "" : !seen[d] ? "no token seen" : `${count(documents.unseen[d])} unseen`;
 const VIEWS = ["overview", "hierarchy", "concepts", "documents"];
 const PAGE = 50, MARKED = 12, LEAD = 24;
 
@@ -136,7 +140,7 @@ function drawOverview() {
   $("figures").replaceChildren(
     figure(totals.documents, "documents", totals.bad_documents ? `${count(totals.bad_documents)} of them could not be scored` : "all of them scored"),
     figure(totals.tokens, "tokens", totals.unseen ? `${count(totals.unseen)} of them unseen: their hidden state, or a score of theirs, was not a number` : "all of them seen"),
-    figure(concepts.documents.filter((n) => n).length, "concepts over the floor", `of ${count(nConcepts)} in the pack${excluded.size ? `, ${count(excluded.size)} of them excluded: nothing is known of these` : ""}`),
+    figure(concepts.documents.filter((n) => n).length, "concepts over the floor", `of ${count(nConcepts)} in the pack${mute.length ? `, ${count(mute.length)} of which cannot be: no alert threshold, or one of 1` : ""}${excluded.size ? `, ${count(excluded.size)} of them excluded: nothing is known of these` : ""}`),
     figure(totals.rows, "scores over the floor", aToken(totals.rows)));
   $("caution").textContent = [
     data.floor === "fired" ? "The floor is each concept's own alert threshold." : `The floor is a score of ${data.floor}, the same for every concept, whatever its alert threshold.`,
@@ -264,7 +268,7 @@ function facts(c) {
   return [
     inWords(path(c)),
     `${concepts.id[c]}, level ${concepts.level[c]}`,
-    excluded.has(c) ? "excluded: nothing is known of it" : `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})`,
+    excluded.has(c) ? "excluded: nothing is known of it" : isMute(c) ? `never over the floor, whatever it scores: its alert threshold is ${concepts.threshold[c] === null ? "not set" : 1}` : `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})`,
     `${concepts.documents[c] ? `highest ${over(c, concepts.highest[c])}, ` : ""}mean over all tokens ${mean(c).toFixed(4)}`,
     `${plural(weight[c], "token")} with all placed below it, added up`,
     ...(others.length ? [`placed under its first parent; also below ${others.map((a) => concepts.name[a]).join(", ")}`] : []),
@@ -393,7 +397,7 @@ function drawDocuments() {
       td(el("a", { class: "id", href: hashOf({ ...place, view: null, page: 0, doc: d }) }, idOf(d)), !embedded.has(d) && !bad && el("span", { class: "path" }, "text not in this file")),
       ...(concept === null ? [] : [right("highest", score(pairs.highest[at.get(d)] / 1e6)), right("its tokens", count(pairs.tokens[at.get(d)]))]),
       right("tokens", count(documents.tokens[d])), right("over the floor", count(documents.rows[d])),
-      el("td", { class: "wide" }, bad ? dim("span", `not scored: ${documents.reasons[d]}`) : best));
+      el("td", { class: "wide" }, bad ? dim("span", `not scored: ${documents.reasons[d]}`) : unseenOf(d) ? [...best, best.length ? " · " : "", dim("span", unseenOf(d))] : best));
   };
   $("document-rows").replaceChildren(...found.slice(PAGE * page, PAGE * (page + 1)).map(row));
   pager($("document-pager"), found.length, PAGE, page, (to) => go({ ...place, page: to }));
@@ -554,7 +558,7 @@ function drawPresent(n) {
   const all = [...current.present].sort(([a, x], [b, y]) => strength(b, y.highest) - strength(a, x.highest) || a - b);
   const shown = all.filter(([c], i) => i < n || c === place.concept).map(([c, { n: times, highest }]) => conceptButton(c, `${score(highest)} · ${plural(times, "token")}`, highest));
   if (all.length > shown.length) shown.push(button(`All ${count(all.length)}`, () => drawPresent(all.length)));
-  $("present").replaceChildren(...(all.length ? shown : [dim("p", "None over the floor.")]));
+  $("present").replaceChildren(...(all.length ? shown : [dim("p", seen[current.d] ? "None over the floor." : "No token of it was seen, so nothing is known of it.")]));
 }
 
 function pin(node) {

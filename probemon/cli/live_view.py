@@ -99,8 +99,10 @@ class LiveView:
         """Return the view as it stands: the end of the text, and as many of the last tokens as there are lines for."""
         columns = max(20, self._console.width - 4)
         tail = self._text[-4 * columns :]
-        n_lines = len(tail.wrap(self._console, columns))
-        room = min(self._n_rows, max(3, self._console.height - n_lines - 7))
+        least = 2 * self._k + 1  # lines that a token may take
+        lines = tail.wrap(self._console, columns)[-max(1, self._console.height - least - 7) :]
+        tail = Text("\n").join(lines)
+        room = min(self._n_rows, max(least, self._console.height - len(lines) - 7))
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
             concepts = [*event.leading(self._k, self._above), *event.ranked(self._k, self._above)]
@@ -161,7 +163,7 @@ def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
 
 def strength_bar(concept: ConceptScore) -> Text:
     """Return a bar of the strength, full at 4 (a score whose odds are e**4 times those of the threshold)."""
-    step = min(7, int(max(0.0, concept.strength) * 2))
+    step = int(min(max(0.0, concept.strength) * 2, 7))  # of a score of 1 it is infinite
     return Text(f"{_BAR[step] * 3} {concept.strength:+.1f}", style=colour(concept))
 
 

@@ -133,6 +133,9 @@ def _summary(result: Result, row: int, most: int) -> Iterator[Element]:
         yield table(heads, [_line(concept) for concept in best[:_MOST_CONCEPTS]], numbers=(2, 3))
     if mute.all():
         return
+    if n_bare := int(result.pack.alert_threshold.isnan().sum()) - int(mute.sum()):
+        have = "concept has" if n_bare == 1 else "concepts have"
+        yield element("p", f"{n_bare:,} {have} no alert threshold: nothing says when they fire.", kind="dim")
     if never := told_of_never(result.pack):
         yield element("p", f"{never}.", kind="dim")
     whole = "the answer" if phase == "generated" else "the text"

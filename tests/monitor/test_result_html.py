@@ -152,10 +152,12 @@ def test_what_cannot_fire_is_ranked_and_not_coloured(model, tmp_path):
 
 def test_concepts_that_never_fire_are_told_of(model, tmp_path):
     threshold = torch.full((40,), 0.25)
-    threshold[[3, 9]] = 1.0
+    threshold[[3, 9]], threshold[11] = 1.0, float("nan")
     pack = make_pack(tmp_path / "p", model, alert_threshold=threshold)
     result = generated(DynamicProbeManager(pack, strategy="descent"), model)
-    assert "2 concepts never fire (alert threshold 1): 'concept 3', 'concept 9'." in read(result._repr_html_()).text
+    text = read(result._repr_html_()).text
+    assert "2 concepts never fire (alert threshold 1): 'concept 3', 'concept 9'." in text
+    assert "1 concept has no alert threshold: nothing says when they fire." in text
 
 
 def test_tokens_that_fire_are_told_of_where_no_sentence_is_about_them(model, tmp_path):

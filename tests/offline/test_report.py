@@ -23,6 +23,7 @@ from probemon.cli.report import report
 from probemon.errors import ConfigError
 from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
+from probemon.offline.compare import compare
 from probemon.offline.report import embed, write_report
 from probemon.offline.report_data import strength_of
 from reports import write_analysis
@@ -198,6 +199,32 @@ def test_what_was_excluded_is_told_and_is_not_listed_as_never_over_the_floor(bro
     assert "excluded: nothing is known of it" in page("document.getElementById('restriction').textContent")
     page.go("#doc=0")
     assert f"({n_excluded}.0 of them excluded)" in page("document.body.textContent")
+
+
+@in_browser
+def test_what_cannot_be_over_the_floor_and_what_was_not_seen_is_told(browser, model, tmp_path):
+    threshold = torch.full((40,), 0.3)
+    threshold[[4, 5]], threshold[6] = math.nan, 1.0
+    manager = DynamicProbeManager(make_pack(tmp_path / "p", model, alert_threshold=threshold), impl="cpu")
+    texts = [{"id": f"d{i}", "text": text} for i, text in enumerate(random_texts(4))]
+    analysis = analyze(manager, model, make_tokenizer(), texts, tmp_path / "out")
+    page = browser.open(write_report(analysis).as_uri())
+    assert "of 40 in the pack, 3 of which cannot be: no alert threshold, or one of 1" in page("document.body.innerText")
+    thresholds = page("concepts.threshold")
+    told = [page(f"facts({thresholds.index(value)}).join()") for value in (None, 1, 0.3)]
+    assert "never over the floor, whatever it scores: its alert threshold is not set" in told[0]
+    assert "its alert threshold is 1" in told[1] and "never over the floor" not in told[2]
+    assert page("unseenOf(0)") == "" and page("[documents.unseen[0] = 2, unseenOf(0)][1]") == "2 unseen"
+    page("documents.unseen[0] = documents.tokens[0], seen[0] = 0")
+    assert page("unseenOf(0)") == "no token seen"
+    page("(current = { d: 0, present: new Map() }, drawPresent(9))")
+    assert "No token of it was seen, so nothing is known of it." in page(
+        "document.getElementById('present').textContent"
+    )
+    both = compare(analysis, analysis)
+    assert both.n_mute == 3 and both.stated()["n_mute"] == 3
+    assert "(3 of them cannot be: no alert threshold, or one of 1)" in both._repr_html_()
+    assert "(3 of them cannot be: no alert threshold, or one of 1)" in analysis._repr_html_()
 
 
 @in_browser

@@ -106,10 +106,10 @@ function drawGone(app, words) {
 
 function drawFoot(app, run, view, pending) {
   const running = run !== null && isRunning(run);
-  const ending = run === null || pending ? "" : endingOf(run, view?.i ?? 0);
+  const ending = run === null || pending ? "" : endingOf(run, view?.i ?? app.place.choice);
   $("answer-state").textContent = pending || run === null ? "" : running && !ending ? "answering" : ending;
   $("answer-state").className =
-    `state ${run?.error !== null && run !== null ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
+    `state ${ending.startsWith("failed") ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
   const before = run?.before ? `Of the server before, watched by ${clip(run.pack.pack, 60)} · ` : "";
   $("answer-coverage").textContent = view === null || pending ? "" : before + coverageOf(view);
   const unlike = view?.choice.summary?.unlike;

@@ -206,6 +206,7 @@ export function coverageOf(view) {
     ...(sum("n_dropped") ? [`${plural(sum("n_dropped"), "score")} dropped by a limit or late`] : []),
     ...(shed ? [`less was scored than is watched at ${plural(shed, "token")}: the budget left it out`] : []),
     ...(sum("n_excluded") ? [`${perToken("n_excluded")} excluded a token`] : []),
+    ...(view.run.error && choice.finish === null ? ["it failed: what follows these tokens was not scored"] : []),
     ...(mute ? [`${plural(mute, "concept")} can never fire, whose threshold is 1 or is not set`] : []),
     ...(toldOf(view) ? [toldOf(view)] : []),
   ].join(" · ");

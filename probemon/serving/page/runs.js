@@ -25,8 +25,10 @@ export function askedOf(run) {
 
 /** How an answer ended, in a word or two; "" while it runs. */
 export function endingOf(run, i = 0) {
-  if (run.error !== null) return `failed: ${clip(run.error, 200)}`;
   const finish = run.choices[i]?.finish ?? null;
+  // Other answers of the request may have ended well before.
+  if (run.error !== null && (finish === null || finish === "error")) return `failed: ${clip(run.error, 200)}`;
+  if (finish === null && run.choices.some((choice) => choice.finish === "cancelled")) return "cancelled";
   const stopped = run.choices[i]?.summary?.stopped_by;
   if (stopped) return `stopped by a rule: ${clip(stopped.name ?? stopped.concept, 60)}`;
   return (

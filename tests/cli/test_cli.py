@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from rich.console import Console
 from conftest import n_hooks
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.cli.live_view import LiveView, PlainView, path_text, printable, summary
+from probemon.cli.live_view import LiveView, PlainView, path_text, printable, strength_bar, summary
 from probemon.errors import ConfigError
 from probemon.monitor.result import describe
 from probemon.packs.copies import copy_pack
@@ -205,6 +206,16 @@ def test_small_terminal_shows_the_newest_token(demo, manager):
         shown = capture.get()
         assert shown.count("\n") <= 16 and re.search(r"\d tokens? scored", shown)
         assert not event.unseen or "unseen: " in shown
+    view.show(dataclasses.replace(event, token="a list\n" * 40))  # which must not push the table off the screen
+    with small.capture() as capture:
+        small.print(view.render())
+    assert capture.get().count("\n") <= 16 and re.search(r"\d tokens? scored", capture.get())
+
+
+def test_a_strength_without_bounds_has_a_full_bar():
+    pack = ProbePack.open(PACK)
+    concept = describe(pack, pack.find("whale"), 1.0)
+    assert math.isinf(concept.strength) and strength_bar(concept).plain == "███ +inf"
 
 
 # -- commands ------------------------------------------------------------------------------------

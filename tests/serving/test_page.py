@@ -136,6 +136,18 @@ def test_an_answer_that_nobody_looked_at_is_not_quiet(page_browser, page_server)
     assert "No token of the answer was scored" in page("document.getElementById('now-rows').innerText")
 
 
+def test_each_answer_of_a_request_has_the_ending_of_its_own(page_browser, page_server):
+    page = visit(page_browser, page_server)
+    ended = page(
+        """import('/page/runs.js').then(({ endingOf }) => {
+          const run = (error, ...finishes) => ({ error, choices: finishes.map((finish) => ({ finish })) });
+          return [endingOf(run(null, "length", null), 1), endingOf(run(null, "length", "cancelled"), 2),
+            endingOf(run("Boom", "stop", null), 0), endingOf(run("Boom", "stop", null), 1)];
+        })"""
+    )
+    assert ended == ["", "cancelled", "complete", "failed: Boom"]
+
+
 def test_a_concept_without_a_threshold_has_a_score_and_no_strength(page_browser, page_server):
     page = visit(page_browser, page_server)
     told = page(

@@ -105,6 +105,13 @@ def test_what_did_not_reach_the_page_is_said_and_a_request_that_the_server_forgo
         ask(page_server, "whales", max_tokens=1),
         ask(page_server, "a held", hold=True),
     ]
+    text = record(page_server, names[0])["choices"][0]["text"]
+    for stop in (text[4:7], text[7:12]):  # a text that is cut within a token, or behind some
+        messages = [{"role": "user", "content": "whales"}]
+        body = {"model": "tiny", "temperature": 0, "max_tokens": 20, "messages": messages, "stop": [stop]}
+        for hold in (False, True):
+            answer = page_server.ask("POST", "/v1/chat/completions", body | {"probemon": {"hold": hold}})
+            names.append(json.loads(answer.content)["id"])
     page = visit(page_browser, page_server)
     missing = "import('/page/state.js').then(({{ nMissing }}) => nMissing({}))"
     for name in names:

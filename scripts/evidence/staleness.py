@@ -30,6 +30,7 @@ ONLY_ON_A_GPU = (
     "probemon/engine/kernels/triton_pairs.py",
     "probemon/engine/kernels/triton_softmax.py",
     "probemon/engine/ways/on_device.py",
+    "scripts/bench/gpu.py",
 )
 
 

@@ -110,9 +110,11 @@ class Job:
 
     def finish(self) -> None:
         """Nothing more will come."""
-        for choice in self._content["choices"]:
+        for at, choice in enumerate(self._content["choices"]):
             if choice["finish_reason"] is None:  # nobody waited for it any more
-                self._records.set(self._record, choice, {"finish_reason": "cancelled"})
+                values = {"text": choice["text"], "finish_reason": "cancelled", "summary": None}
+                self._records.set(self._record, choice, values)
+                self._ring.publish("end", {"request": self.id, "choice": at, **values})
         self._records.end(self._record)
         self.outbox.finish()
 

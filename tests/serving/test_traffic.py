@@ -126,6 +126,25 @@ def test_client_that_leaves_ends_its_generation_within_two_tokens_and_the_next_a
     assert collected(stream(server, probemon={})) == expected
 
 
+def test_every_answer_that_nobody_waits_for_any_more_is_said_to_have_ended(server, served):
+    with turnstile(served) as held, page(server) as reader:
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        head, body = post(server, {"model": "tiny", "messages": CHAT, "max_tokens": 4, "n": 3, "seed": 0})
+        connection.sendall(head + body)
+        held.let(2)
+        eventually(lambda: held.n == 2)
+        connection.close()
+        time.sleep(0.2)  # the loop hears of it
+        held.let(30)
+        ends = [reader.until("end")[-1][1] for _ in range(3)]
+    assert [(end["choice"], end["finish_reason"]) for end in ends] == [(at, "cancelled") for at in range(3)]
+    assert ends[0]["summary"] is not None and all(end["summary"] is None and end["text"] == "" for end in ends[1:])
+    eventually(lambda: is_idle(server))
+    record = server.get(f"/v1/probemon/requests/{ends[0]['request']}")
+    for choice, end in zip(record["choices"], ends, strict=True):
+        assert {name: choice[name] for name in ("text", "finish_reason", "summary")}.items() <= end.items()
+
+
 def test_requests_that_are_too_many_are_answered_429_and_may_come_again(server, served):
     with turnstile(served) as held:
         streams = [stream(server, max_tokens=2) for _ in range(LIMITS.at_once)]

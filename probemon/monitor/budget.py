@@ -90,6 +90,12 @@ class Ladder:
             self.rung, self.mean, self._n_steps = rung, 0.0, 0
 
 
+class _Held(threading.local):
+    """Seconds that the generation of each thread was held since its last forward."""
+
+    seconds = 0.0
+
+
 class Shedding(Follower):
     """Keeps the watches of one run on the rung of its ladder. `tokens`: how many, scored or not, on which rung."""
 
@@ -99,6 +105,7 @@ class Shedding(Follower):
         self.ladder = Ladder(budget) if isinstance(budget, Budget) else budget
         self.tokens = Counter[str]()
         self._watches, self._lock = watches, threading.Lock()
+        self._held = _Held()
         self._watches.shed_to(self.ladder.rung)
 
     @property
@@ -111,8 +118,14 @@ class Shedding(Follower):
         """Whether nothing more could be left out."""
         return self._watches.now.rung == max(self._watches.rungs, default=ALL)
 
+    def held(self, seconds: float) -> None:
+        """Take what judges were waited for as no work of ours: nothing that is left out would make them quicker."""
+        self._held.seconds += seconds
+
     def forward(self, time: ForwardTime) -> None:
         """Judge a step."""
+        held, self._held.seconds = self._held.seconds, 0.0
+        time = time._replace(inside=time.inside - held, whole=time.whole - held)
         rung = self.ladder.judge(time, self._watches.now.rung, self._watches.rungs)
         if rung != self._watches.asked_rung:
             self._watches.shed_to(rung)

@@ -1,6 +1,6 @@
 """Escalations: the questions of one run to its judges, and what follows from their verdicts.
 
-escalations = Escalations(tokenizer, follow, join, tell)
+escalations = Escalations(tokenizer, follow, join, followers)
 escalations.ask(escalate, event, generation)        # when a rule is met: returns at once
 escalations.settle(generation)                      # once a batch was judged: holds, and does what verdicts say
 escalations.close(wait=True)                        # with the run: no question stays open
@@ -11,13 +11,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from probemon.monitor.escalation import HOLD, STOP, Escalate, Question
+from probemon.monitor.escalation import HOLD, PASS, RAISE, STOP, Escalate, Question
+from probemon.monitor.followers import Followers
 from probemon.monitor.judge_desk import LATE, NOT_ASKED, Asked, Verdict
 from probemon.monitor.rules import Event
 from probemon.tracking.align import NO_ID
@@ -28,17 +30,23 @@ _TELL_SECONDS = 1.0  # that the end of a run waits for followers to hear of a ve
 
 
 class _Open:
-    """A question whose verdict has not been followed yet. `event` gets the verdict."""
+    """A question. `event` gets the verdict; `followed`: what it says was done, or was done before it came."""
 
     def __init__(self, escalate: Escalate, event: Event, ids: tuple[int, ...], run: Escalations) -> None:
         self.escalate, self.event, self._ids, self._run = escalate, event, ids, run
+        self.followed = escalate.meanwhile == STOP
         self.asked = Asked(
             self._ask,
             within=escalate.within,
             on_failure=escalate.on_failure,
             join=self._join,
-            tell=lambda: run.tell(self.event),
+            tell=lambda: run.followers.verdict(self.event),
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits to hear of it any more."""
+        return self.asked.told.is_set() and (self.followed or self.escalate.told is None)
 
     def _ask(self) -> Any:
         tokenizer = self._run.tokenizer
@@ -47,7 +55,7 @@ class _Open:
 
     def _join(self, verdict: Verdict) -> None:
         before, self.event = self.event, replace(self.event, verdict=verdict)
-        self._run.join(before, self.event)
+        self._run.join(before, self.event, verdict)
 
 
 @dataclass
@@ -62,21 +70,26 @@ class Escalations:
     """A judge that fails holds a generation for `within` seconds at most, however many questions there are: what was
     waited for in vain counts for all that come after.
 
-    `follow(escalate, ruling, event, generation)`: does what was ruled, in the thread that generates.
-    `join(before, after)`: `after` is the event `before` with its verdict. `tell(event)`: the same for followers.
+    `follow(escalate, ruling, event, generation)`: does what was ruled, in the thread that generates; None for the
+    generation where that is complete, so that the ruling is "pass", whatever the verdict says.
+    `join(before, after)`: `after` is the event `before` with its verdict.
+
+    `verdicts`: how many there are, by why there was none of a judge, "" where there was one. `passing`: of those that
+    no judge gave, how many changed nothing.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        follow: Callable[[Escalate, str, Event, Generation], None],
+        follow: Callable[[Escalate, str, Event, Generation | None], None],
         join: Callable[[Event, Event], None],
-        tell: Callable[[Event], None],
+        followers: Followers,
     ) -> None:
-        self.tokenizer, self._follow, self.join, self.tell = tokenizer, follow, join, tell
+        self.tokenizer, self._follow, self._join, self.followers = tokenizer, follow, join, followers
         self._lock = threading.Lock()  # guards what follows: threads that generate share it
         self._own: weakref.WeakKeyDictionary[Generation, _OfGeneration] = weakref.WeakKeyDictionary()
-        self._asked: list[Asked] = []  # of which followers may not have heard yet
+        self._asked: list[_Open] = []  # of which not all may have heard yet
+        self.verdicts, self.passing = Counter[str](), Counter[str]()
 
     def ask(self, escalate: Escalate, event: Event, generation: Generation) -> None:
         """Put an event to the judge of an action."""
@@ -85,7 +98,7 @@ class Escalations:
         asked = question.asked
         with self._lock:
             own = self._own.setdefault(generation, _OfGeneration())
-            self._asked = [one for one in self._asked if not one.told.is_set()] + [asked]
+            self._asked = [one for one in self._asked if not one.is_over] + [question]
         own.open.append(question)
         if escalate.meanwhile == STOP:
             self._follow(escalate, STOP, event, generation)
@@ -107,21 +120,37 @@ class Escalations:
                 asked.fail(LATE, f"no answer within {escalate.within:g} seconds")
             if asked.verdict is None:
                 still_open.append(question)
-            elif escalate.meanwhile != STOP:
+            elif not question.followed:
+                question.followed = True
                 self._follow(escalate, asked.verdict.ruling, question.event, generation)
         own.open = still_open
+
+    def join(self, before: Event, after: Event, verdict: Verdict) -> None:
+        """Let the event `after` stand for `before`, in any thread."""
+        self._join(before, after)
+        with self._lock:
+            self.verdicts[verdict.failure] += 1
+            if verdict.failure and verdict.ruling == PASS:
+                self.passing[verdict.failure] += 1
 
     def close(self, wait: bool) -> None:
         """Give every question a verdict; `wait` for those that have time left."""
         with self._lock:
             every, self._asked = self._asked, []
-        for asked in every:
+        for asked in [question.asked for question in every]:
             if wait:
                 asked.wait(asked.deadline)
             asked.fail(LATE, f"no answer within {asked.within:g} seconds" if wait else "the run has ended before")
         until = time.monotonic() + _TELL_SECONDS
-        for asked in every:
-            asked.told.wait(max(0.0, until - time.monotonic()))
+        for question in every:
+            question.asked.told.wait(max(0.0, until - time.monotonic()))
+            verdict = question.event.verdict
+            if not wait or question.followed or verdict is None:
+                continue
+            # The answer was complete before: nothing follows but that it is told.
+            question.followed = True
+            self._follow(question.escalate, PASS, question.event, None)
+            self.passing[verdict.failure] += bool(verdict.failure) and verdict.ruling == RAISE
 
     def _hold(self, own: _OfGeneration) -> None:
         begin, before = time.monotonic(), dict(own.in_vain)
@@ -132,6 +161,8 @@ class Escalations:
             if not asked.wait(min(asked.deadline, begin + left)):
                 asked.fail(LATE, f"no answer while the generation was held, {within:g} seconds in all")
         waited = time.monotonic() - begin
+        if held:
+            self.followers.held(waited)
         for question in held:
             escalate, verdict = question.escalate, question.asked.verdict
             if verdict is not None and verdict.failure:

@@ -41,6 +41,9 @@ class Follower(Observer):
     def verdict(self, event: Event) -> None:
         """A judge was asked of an event, and `event.verdict` is known now. This may come in another thread."""
 
+    def held(self, seconds: float) -> None:
+        """The generation of this thread waited so long for judges, which the next `forward` counts as time inside."""
+
     def closed(self, run: MonitorRun) -> None:
         """The block of `run` has ended."""
 
@@ -67,6 +70,10 @@ class Followers(Observer):
     def verdict(self, event: Event) -> None:
         """Tell what a judge ruled."""
         self._tell(lambda one: one.verdict, event)
+
+    def held(self, seconds: float) -> None:
+        """Tell how long judges were waited for."""
+        self._tell(lambda one: one.held, seconds)
 
     def forward(self, time: ForwardTime) -> None:
         """Tell how long a forward took."""

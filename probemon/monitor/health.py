@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from probemon.core.checks import check_choice
+from probemon.core.counted import counted
 from probemon.monitor.delivery import SinkStats
 from probemon.monitor.failures import Failures
+from probemon.monitor.judge_desk import ERROR
 from probemon.monitor.publisher import Publisher
 from probemon.monitor.rungs import LEFT_OUT
 from probemon.tracking.hook_faults import HookFaults
@@ -96,6 +98,7 @@ def run_health(
             _states(tokens, not_numbers),
             _host(host_changed, publisher.n_host_changes),
             _callbacks(failures),
+            _judges(publisher.verdicts),
             _sinks(publisher.sinks()),
         )
     )
@@ -192,6 +195,21 @@ def _callbacks(failures: Failures) -> Check:
     first = failures.errors[0]
     what = f"{failures.n_errors:,} times an action, a listener or a sink raised, first {type(first).__name__}: {first}"
     return Check("callbacks", FAILED, what, "Mend what raised; run.failures has the errors.")
+
+
+def _judges(verdicts: Counter[str]) -> Check:
+    failures = verdicts - Counter({"": verdicts[""]})
+    if not failures:
+        return Check(
+            "judges", OK, f"{counted(verdicts[''], 'question')} had an answer" if verdicts else "none was asked"
+        )
+    said = ", ".join(f"{failure}: {n:,}" for failure, n in failures.most_common())
+    return Check(
+        "judges",
+        FAILED if failures[ERROR] else WARNING,
+        f"{failures.total():,} of {counted(verdicts.total(), 'question')} had no answer that counts ({said})",
+        "on_failure said what follows, and nobody judged; event.verdict has the reasons.",
+    )
 
 
 def _sinks(sinks: Sequence[SinkStats]) -> Check:

@@ -84,6 +84,8 @@ class Asked:
         try:
             ruling, reason = read_answer(self._ask())
         except BaseException as error:  # SystemExit, too: nobody else would say that there is no verdict
+            if time.monotonic() >= self.deadline:  # a judge that keeps its own time raises when that is over
+                self.fail(LATE, f"no answer within {self.within:g} seconds")
             self.fail(ERROR, str(error) if isinstance(error, JudgeFailed) else f"{type(error).__name__}: {error}")
             return
         if time.monotonic() > self.deadline:

@@ -66,7 +66,7 @@ class Publisher:
         self._reads = reads
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self._changing = threading.Lock()  # events come, and are replaced once a judge has ruled, in several threads
-        self._escalations = Escalations(tokenizer, self._follow, self._join, followers.verdict)
+        self._escalations = Escalations(tokenizer, self._follow, self._join, followers)
         self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
         self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
@@ -80,6 +80,11 @@ class Publisher:
     def rules(self) -> list[Rule]:
         """Return the rules that hold now."""
         return self._watches.rules
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """Return how many verdicts there are, by why there was none of a judge, "" where there was one."""
+        return Counter(self._escalations.verdicts)
 
     @property
     def acts(self) -> bool:
@@ -191,6 +196,15 @@ class Publisher:
                 UserWarning,
                 stacklevel=3,
             )
+        passing = self._escalations.passing.most_common(1)
+        if passing:
+            n_passing, n_asked = self._escalations.passing.total(), self._escalations.verdicts.total()
+            warnings.warn(
+                f"{n_passing} of {counted(n_asked, 'question')} to judges had no answer that counts, and their rows"
+                f" went on ({passing[0][0]}: {passing[0][1]}): event.verdict has the reasons",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _ask_rules(
         self, watch: Watch, generation: Generation, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None
@@ -255,9 +269,9 @@ class Publisher:
             )
             generation.raise_later(ConceptRaised(said, event), event.column)
 
-    def _follow(self, escalate: Escalate, ruling: str, event: Event, generation: Generation) -> None:
-        """Do what was ruled of an event, or is done meanwhile."""
-        if ruling != PASS:
+    def _follow(self, escalate: Escalate, ruling: str, event: Event, generation: Generation | None) -> None:
+        """Do what was ruled of an event, or is done meanwhile; nothing where the generation is complete."""
+        if ruling != PASS and generation is not None:
             self._do(ruling, event, generation)
         if escalate.told is not None:
             self._failures.call("who is told of verdicts", escalate.told, event, ruling)

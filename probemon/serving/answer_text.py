@@ -30,7 +30,7 @@ class AnswerText:
         self._pieces, self._stops = TokenTexts(decode), stops
         self._text = ""
         self._limit: int | None = None  # no text from here on, whatever comes
-        self._n_allowed, self._hold = 0, hold
+        self.n_allowed, self._hold = 0, hold  # tokens that may be seen
         self._n_taken, self._ended = 0, False
 
     @property
@@ -61,7 +61,7 @@ class AnswerText:
 
     def allow(self, n_tokens: int) -> None:
         """Let the first `n_tokens` be seen."""
-        self._n_allowed = max(self._n_allowed, n_tokens)
+        self.n_allowed = max(self.n_allowed, n_tokens)
 
     def cut_at_token(self, index: int) -> None:
         """Let nothing be seen from this token on."""
@@ -105,7 +105,7 @@ class AnswerText:
         most = len(self._text) if self._limit is None else self._limit
         if not self._hold:
             return most
-        return min(most, self.spans[self._n_allowed - 1][1] if self._n_allowed else 0)
+        return min(most, self.spans[self.n_allowed - 1][1] if self.n_allowed else 0)
 
     def _possible_stop(self) -> int:
         """Return how many of the last characters may be the beginning of a stop string."""

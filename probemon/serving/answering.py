@@ -234,8 +234,8 @@ class Answering(StoppingCriteria):
         if action == "stop" and self._stopped_by is None:
             self._stopped_by = told
             self._run.stop_mine()
-            if self._hold:
-                self._hide_from(event.column - len(self._ids))
+            if self._hold:  # what was seen while a judge was asked stays seen
+                self._hide_from(max(event.column - len(self._ids), self._text.n_allowed))
 
     def _hide_from(self, index: int) -> None:
         self._hidden_from = index if self._hidden_from is None else min(index, self._hidden_from)

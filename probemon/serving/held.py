@@ -1,6 +1,6 @@
 """Held: what a server's deployment file says now, which is replaced whole when the file is read again.
 
-    holding = Holding(manager, deployment)
+    holding = Holding(manager, tokenizer, deployment)
     with holding.answering(answer) as held: ...     # `answer.hold_to(held)` is called when it changes meanwhile
     holding.reload()                                # DeploymentError where the file is wrong: what held before goes on
 
@@ -13,11 +13,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.deployment import Deployment
+from probemon.monitor.escalation import check_judges
 from probemon.monitor.rules import Rule
 
 
@@ -53,10 +54,12 @@ class Reloaded(NamedTuple):
 class Holding:
     """`now` holds for what begins. Any thread may ask."""
 
-    def __init__(self, manager: DynamicProbeManager, deployment: Deployment | None) -> None:
-        self._manager, self._lock, self._answers = manager, threading.Lock(), list[Answer]()
+    def __init__(self, manager: DynamicProbeManager, tokenizer: Any, deployment: Deployment | None) -> None:
+        self._manager, self._tokenizer = manager, tokenizer
+        self._lock, self._answers = threading.Lock(), list[Answer]()
         self._reloading = threading.Lock()  # one after the other: what was read last holds
         self.now = Held() if deployment is None else Held(deployment, tuple(deployment.rules(manager.pack)))
+        check_judges(self.now.rules, tokenizer)
         self.check_room([])
 
     @contextmanager
@@ -79,7 +82,8 @@ class Holding:
         """Read the file again; all that is under way holds to it from its next token on, and what begins from now on.
 
         Returns how many answers do not, for rules of their own: they are on what is now excluded, or leave no room.
-        Raises `DeploymentError`, `ArenaFull`, and changes nothing then.
+        Raises `DeploymentError`, `ArenaFull`, and `ConfigError` for a judge that cannot be asked, and changes nothing
+        then.
         """
         with self._reloading:
             return self._reload()
@@ -98,6 +102,7 @@ class Holding:
         for rule in newer.rules(self._manager.pack):
             rules.append(known.pop(known.index(rule)) if rule in known else rule)
         held = Held(newer, tuple(rules), always_on, exclude)
+        check_judges(rules, self._tokenizer)
         with newer.errors_of_settings():
             self._check(held, [], "the rules of the file")
         with self._lock:

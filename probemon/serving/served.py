@@ -25,7 +25,6 @@ from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
 from probemon.monitor.budget import Ladder
 from probemon.monitor.deployment import Deployment
-from probemon.monitor.escalation import check_judges
 from probemon.monitor.rules import make_rules
 from probemon.serving.held import Holding
 from probemon.serving.limits import Limits
@@ -83,7 +82,7 @@ class Served:
     ) -> None:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         check_mode(model)
-        self.holding = Holding(manager, deployment)
+        self.holding = Holding(manager, tokenizer, deployment)
         self.ladder: Ladder | None = None  # of all answers together, as is the circuit
         self.circuit: Circuit | None = None
         self.metric_concepts: list[str] | None = None  # None: nobody asks for metrics
@@ -95,7 +94,6 @@ class Served:
             self.circuit = None if deployment.breaker is None else Circuit(deployment.breaker)
             metrics = deployment.metrics(manager.pack)
             self.metric_concepts = None if metrics is None else metrics["concepts"]
-            check_judges(self.holding.now.rules, tokenizer)
         ends = model.generation_config.eos_token_id
         self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])
         pad = model.generation_config.pad_token_id

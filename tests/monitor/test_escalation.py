@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -22,6 +23,7 @@ from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.core.scores import Scores
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.monitor.budget import Budget
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.escalations import last_ids
 from probemon.monitor.followers import Follower
@@ -35,6 +37,7 @@ MASK = (BATCH != PAD).long()
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 SLOW = 20.0  # seconds that nobody waits
 LEAST = 0.3  # a limit that a loaded machine keeps
+pytestmark = pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
 
 
 @pytest.fixture
@@ -371,13 +374,57 @@ def test_what_is_answered_too_late_does_not_count(manager, model, free):
         assert run.events[0].verdict.failure == "late" and run.events[0].verdict.ruling == "pass"
 
 
-def test_an_answer_after_the_limit_is_late_although_nobody_has_waited():
+@pytest.mark.parametrize("answer", ["pass", failing])
+def test_an_answer_after_the_limit_is_late_although_nobody_has_waited(answer):
     joined = []
-    asked = Asked(lambda: time.sleep(0.02) or "pass", within=0.01, on_failure="stop", join=joined.append, tell=list)
+
+    def ask():
+        time.sleep(0.02)
+        return answer if isinstance(answer, str) else answer(None)
+
+    asked = Asked(ask, within=0.01, on_failure="stop", join=joined.append, tell=list)
     asked.answer()
     asked.fail("not asked", "a second verdict")
     assert joined == [asked.verdict] and asked.told.is_set()
     assert (asked.verdict.ruling, asked.verdict.failure) == ("stop", "late") and asked.verdict.seconds > 0.01
+
+
+@pytest.mark.parametrize(
+    ("judge", "on_failure", "state"),
+    [
+        (failing, "pass", "failed"),
+        (failing, "stop", "failed"),
+        (lambda question: "pass", "pass", "ok"),
+        ("late", "pass", "warning"),
+        ("late at the end", "raise", "warning"),
+    ],
+    ids=["error", "error, stopped", "judged", "late", "late at the end"],
+)
+def test_that_nobody_judged_is_told_at_the_end_and_by_health(manager, model, hung, judge, on_failure, state):
+    late = isinstance(judge, str)
+    escalate = Escalate(hung if late else judge, LEAST, "pass" if judge == "late at the end" else "hold", on_failure)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run, _ = run_with(manager, model, escalate)
+    [check] = [check for check in run.health().checks if check.name == "judges"]
+    assert check.state == state
+    assert (state == "ok") == (check.what == "1 question had an answer")
+    expected = "1 of 1 question to judges had no answer that counts, and their rows went on"
+    assert [str(one.message)[: len(expected)] for one in told] == (
+        [expected] if on_failure != "stop" and state != "ok" else []
+    )
+
+
+def test_waiting_for_a_judge_is_nothing_that_a_budget_sheds_for(manager, model):
+    def judge(question):
+        time.sleep(1.0)
+        return "pass"
+
+    with manager.attach(model, budget=Budget(ms=100)) as run:
+        run.on("c9", above=0.0, for_tokens=9, action=Escalate(judge, SLOW, "hold", "raise"))
+        model.generate(PROMPT, **GREEDY)
+    assert run.events[0].verdict.seconds >= 1.0 and max(run.forward_seconds) >= 1.0
+    assert run.budget.rung == "all" and set(run.budget.tokens) == {"all"}
 
 
 def test_who_goes_on_is_stopped_where_no_verdict_came_in_time(manager, model, free, hung):

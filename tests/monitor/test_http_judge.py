@@ -18,6 +18,8 @@ from probemon.errors import ConfigError
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.http_judge import PROMPT, HttpJudge
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
+
 IDS = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 SLOW, LEAST = 20.0, 0.3
@@ -27,10 +29,10 @@ def completion(content):
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
 
 
-def ask(model, pack, judge, *, within=SLOW, on_failure="pass", **settings):
+def ask(model, pack, judge, *, within=SLOW, meanwhile="hold", on_failure="pass", **settings):
     """Generate with a rule on c9 that is met at the third generated token, once."""
     with DynamicProbeManager(pack).attach(model, make_tokenizer()) as run:
-        escalate = Escalate(judge, within, "hold", on_failure, **settings)
+        escalate = Escalate(judge, within, meanwhile, on_failure, **settings)
         run.on("c9", above=0.0, for_tokens=3, action=escalate)
         out = model.generate(IDS, **GREEDY)
     [event] = run.events
@@ -123,18 +125,18 @@ def no_http():
 
 
 @pytest.mark.parametrize(
-    ("server", "failures"),
-    # The limit of a connection is that of the verdict: which of the two is noticed first is chance.
-    [(nobody, {"error"}), (no_http, {"error"}), (silent, {"late", "error"}), (dripping, {"late", "error"})],
+    ("server", "failure"),
+    [(nobody, "error"), (no_http, "error"), (silent, "late"), (dripping, "late")],
 )
-def test_a_judge_that_is_away_or_mute_holds_no_longer_than_was_said(model, pack, server, failures):
+@pytest.mark.parametrize("meanwhile", ["hold", "pass"])
+def test_a_judge_that_is_away_or_mute_holds_no_longer_than_was_said(model, pack, server, failure, meanwhile):
     free = model.generate(IDS, **GREEDY)[0].tolist()
     with server() as address:
         begin = time.monotonic()
-        event, out = ask(model, pack, HttpJudge(address, "guard"), within=LEAST, on_failure="stop")
+        event, out = ask(model, pack, HttpJudge(address, "guard"), within=LEAST, meanwhile=meanwhile, on_failure="stop")
         took = time.monotonic() - begin
-    assert out == free[:9] and took < LEAST + 1.5, took
-    assert event.verdict.ruling == "stop" and event.verdict.failure in failures
+    assert (out == free[:9] or meanwhile == "pass") and took < LEAST + 1.5, took
+    assert event.verdict.ruling == "stop" and event.verdict.failure == failure
     until = time.monotonic() + 10
     while any(thread.name == "probemon judge" for thread in threading.enumerate()):
         assert time.monotonic() < until

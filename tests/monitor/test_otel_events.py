@@ -213,6 +213,7 @@ def test_requests_of_continuous_batching_are_found_by_their_id(model, pack, memo
         assert one.attributes["probemon.generation"] == generations[one.attributes["gen_ai.response.id"]]
 
 
+@pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
 @pytest.mark.parametrize(
     ("judge", "within", "failure"),
     [

@@ -396,11 +396,92 @@ def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
     assert len(asked) == 4 and {question["concept"] for question in asked} == {"concept 1"}
 
 
-def test_a_key_that_is_not_there_shows_before_the_server_begins(parts):
+@pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
+@pytest.mark.parametrize("hold", [False, True], ids=["", "hold"])
+@pytest.mark.parametrize(
+    ("within", "on_failure", "verdict"),
+    [(20, "raise", ("stop", "")), (0.2, "stop", ("stop", "late")), (0.2, "raise", ("raise", "late"))],
+    ids=["ruled", "late, stop", "late, raise"],
+)
+def test_a_verdict_that_comes_when_the_answer_is_complete_is_told_all_the_same(
+    parts, within, on_failure, verdict, hold
+):
+    def judge(path, headers, body):
+        time.sleep(0.5)
+        return 200, "application/json", b'{"choices": [{"message": {"content": "stop"}}]}'
+
+    with answering(judge) as address:
+        rule = {
+            "concepts": ["c1"], "above": 0.0, "for_tokens": 8 if hold else 7, "action": "escalate", "on_blind": "pass",
+            "judge": {"url": address, "model": "guard"}, "within": within, "meanwhile": "pass",
+            "on_failure": on_failure,
+        }  # fmt: skip
+        status, answer = answer_of(served_by(parts, rule), hold=hold)  # it is met at the last token that is run
+    [choice] = answer["choices"]
+    [event] = choice["message"]["probemon"]["events"]
+    assert status == 200 and choice["finish_reason"] == "length" and event["action"] == "tell"
+    assert (event["verdict"]["ruling"], event["verdict"]["failure"]) == verdict
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
+def test_what_was_seen_while_a_judge_was_asked_is_said_to_have_been_seen(parts, stream):
+    """With `hold`: the judge rules in the forward of the sixth token, and three were seen by then beside the third."""
+    n_forwards, ruling = [], Event()
+
+    def judge(path, headers, body):
+        ruling.wait(20)
+        return 200, "application/json", b'{"choices": [{"message": {"content": "stop"}}]}'
+
+    def rule_at_the_sixth(module, args, kwargs):
+        n_forwards.append(None)
+        if len(n_forwards) == 6:
+            ruling.set()
+            time.sleep(0.3)
+
+    with answering(judge) as address:
+        rule = {
+            "concepts": ["c1"], "above": 0.0, "for_tokens": 2, "action": "escalate", "on_blind": "pass",
+            "judge": {"url": address, "model": "guard"}, "within": 20, "meanwhile": "pass", "on_failure": "raise",
+        }  # fmt: skip
+        served = served_by(parts, rule)
+        running = Running(served, token=None)
+        handle = served.model.model.register_forward_pre_hook(rule_at_the_sixth, with_kwargs=True)
+        try:
+            asked = {**BODY, "max_tokens": 12, "stream": stream, "probemon": {"hold": True}}
+            answer = running.ask("POST", "/v1/chat/completions", asked, Authorization=None)
+            [newest] = json.loads(running.ask("GET", "/v1/probemon/requests", Authorization=None).content)["requests"]
+            record = running.ask("GET", f"/v1/probemon/requests/{newest['request']}", Authorization=None)
+        finally:
+            ruling.set()
+            handle.remove()
+            running.close()
+    [choice] = json.loads(record.content)["choices"]
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.content.decode().split("\n") if line.startswith("data: {")]
+        deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        text = "".join(delta["delta"].get("content") or "" for delta in deltas)
+        tokens = [token for delta in deltas for token in delta["delta"].get("probemon", {}).get("tokens", [])]
+    else:
+        [whole] = json.loads(answer.content)["choices"]
+        text, tokens = whole["message"]["content"], whole["message"]["probemon"]["tokens"]
+    assert text == choice["text"] == "".join(token["text"] for token in tokens) != ""
+    assert choice["finish_reason"] == "content_filter" and len(tokens) > 2
+    n_generated = choice["summary"]["coverage"]["tokens"]
+    assert choice["summary"]["n_withheld"] == n_generated - len(tokens) > 0
+
+
+def test_a_key_that_is_not_there_shows_before_the_server_begins_and_before_it_reads_its_file_again(parts):
     judge = {"url": "http://localhost:1/v1", "model": "guard", "key_env": "NO_SUCH_KEY"}
     rule = {"concepts": ["c1"], "action": "escalate", "judge": judge, "within": 1, "on_blind": "pass"}
+    rule |= {"meanwhile": "hold", "on_failure": "stop"}
     with pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"):
-        served_by(parts, {**rule, "meanwhile": "hold", "on_failure": "stop"})
+        served_by(parts, rule)
+    served = served_by(parts)
+    before = served.holding.now
+    deployment_of(parts[0], rule)
+    with pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"):
+        served.holding.reload()
+    assert served.holding.now is before
 
 
 @pytest.mark.filterwarnings(r"ignore:\d of \d generated tokens have no scores")

@@ -195,6 +195,7 @@ def test_tokens_of_a_file_that_is_removed_are_dropped_however_many_were_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
 def test_verdicts_of_judges_are_counted_with_what_became_of_those_that_failed(model, pack):
     def fails(question):
         raise ValueError("broken")

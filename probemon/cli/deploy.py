@@ -37,6 +37,7 @@ def check(
     """
     from probemon.monitor.deployment_cost import cost_of
     from probemon.monitor.rules import named_action
+    from probemon.packs.group import told_of_never
 
     deployment, pack = open_deployment(file)
     cost = cost_of(deployment, pack)
@@ -65,6 +66,8 @@ def check(
     if cost.n_watched < cost.n_probes:
         n_left_out = cost.n_probes - cost.n_watched
         say(f"watched: {counted(cost.n_watched, 'probe')}; include, exclude and depth leave out {n_left_out}")
+    if never := told_of_never(pack):
+        say(never)
     metrics = deployment.metrics(pack)
     if metrics is not None:
         where = f"at {metrics.get('address', '127.0.0.1')} port {metrics['port']}" if "port" in metrics else "to show"

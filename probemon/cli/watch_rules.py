@@ -111,11 +111,8 @@ def shown_above(pack: AnyPack, concepts: Sequence[str], min_strength: float) -> 
 
 def check_watched(manager: DynamicProbeManager, concepts: Sequence[str]) -> None:
     """Raise `ConfigError` where a concept that is to be shown is left out, since nothing would ever look at it."""
-    watched = manager.plan.watched
     for concept in concepts:
-        left_out = [] if watched is None else [probe for probe in manager.pack.find_all(concept) if not watched[probe]]
-        if left_out:
-            names = ", ".join(ascii(manager.pack.concepts[probe]["name"]) for probe in left_out[:3])
+        if names := manager.left_out(manager.pack.find_all(concept)):
             raise ConfigError(
                 f"--concept {concept}: {names} is left out by the deployment, so that its silence says nothing: show"
                 " another concept, or change `exclude`, `include` or `depth`"

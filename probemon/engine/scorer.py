@@ -157,6 +157,14 @@ class Scorer:
             plans.append(part.plan_with(more or (), less, always))
         return JointPlan.of(group, plans)
 
+    def left_out(self, probes: Sequence[int], plan: Plan | None = None) -> str:
+        """Return the names of those probes that `plan` (by default that of the settings) does not watch, three at most,
+        "" where it watches all: their silence says nothing.
+        """
+        watched = (plan or self.plan).watched
+        left_out = [] if watched is None else [probe for probe in probes if not watched[probe]]
+        return ", ".join(ascii(self.pack.concepts[probe]["name"]) for probe in left_out[:3])
+
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
 

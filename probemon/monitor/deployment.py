@@ -36,6 +36,7 @@ from probemon.monitor.http_judge import HttpJudge
 from probemon.monitor.otel_events import OpenTelemetryEvents
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
+from probemon.packs.configured import ConfiguredPack, configure_group
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
 
@@ -158,8 +159,30 @@ class Deployment:
             probes = pack.find_all(stated["concepts"]) if stated.get("concepts") else []
             if len(probes) > MOST_NAMED:
                 raise ConfigError(f"{len(probes)} concepts, each a series of its own: name at most {MOST_NAMED}")
+            if names := self._left_out(pack, probes):
+                raise ConfigError(
+                    f"{names} is left out by include, exclude or depth, so that its count would stay where it is: watch"
+                    " it, or do not count it"
+                )
         port = {"port": int(stated["port"])} if "port" in stated else {}  # JSON has whole numbers such as 9464.0, too
         return {**stated, **port, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
+
+    def configured(self, pack: AnyPack) -> list[ConfiguredPack]:
+        """Return each pack with the settings that are stated. Raises `DeploymentError`."""
+        settings = {name: value for name, value in self.settings.items() if name != "audit_rate"}
+        with self.errors_of_settings():
+            if isinstance(pack, PackGroup):
+                return configure_group(pack, settings)
+            return [ConfiguredPack.of(pack, settings)]
+
+    def _left_out(self, pack: AnyPack, probes: Sequence[int]) -> str:
+        """Return the name of the first of these concepts that is not watched, "" where all are."""
+        own = [part.tolist() for part in pack.split(probes)] if isinstance(pack, PackGroup) else [probes]
+        for member, parts in zip(self.configured(pack) if probes else [], own, strict=False):
+            for probe in parts:
+                if member.watched is not None and not member.watched[probe]:
+                    return ascii(member.pack.concepts[probe]["name"])
+        return ""
 
     @property
     def budget(self) -> Budget | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from probemon.monitor.deployment import Deployment
-from probemon.packs.configured import ConfiguredPack, configure_group
+from probemon.packs.configured import ConfiguredPack
 from probemon.packs.group import AnyPack, PackGroup
 
 
@@ -34,12 +34,9 @@ def cost_of(deployment: Deployment, pack: AnyPack) -> Cost:
     """Return the cost of a deployment. Raises `DeploymentError` where its settings or rules cannot hold."""
     rules = deployment.rules(pack)
     probes = sorted({rule.probe for rule in rules})
-    settings = {name: value for name, value in deployment.settings.items() if name != "audit_rate"}
+    own = [part.tolist() for part in pack.split(probes)] if isinstance(pack, PackGroup) else [probes]
+    members = deployment.configured(pack)
     with deployment.errors_of_settings():
-        if isinstance(pack, PackGroup):
-            members, own = configure_group(pack, settings), [part.tolist() for part in pack.split(probes)]
-        else:
-            members, own = [ConfiguredPack.of(pack, settings)], [probes]
         counted = [_counts(member, extra) for member, extra in zip(members, own, strict=True)]
     n_probes, n_watched, n_always, n_most, weights, always, most = map(sum, zip(*counted, strict=True))
     return Cost(n_probes, n_watched, n_always, n_most, weights, always, most, len(rules))

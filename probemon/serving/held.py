@@ -103,6 +103,7 @@ class Holding:
             rules.append(known.pop(known.index(rule)) if rule in known else rule)
         held = Held(newer, tuple(rules), always_on, exclude)
         check_judges(rules, self._tokenizer)
+        newer.metrics(self._manager.pack)  # what is counted may be excluded now
         with newer.errors_of_settings():
             self._check(held, [], "the rules of the file")
         with self._lock:

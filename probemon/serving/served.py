@@ -210,8 +210,17 @@ class Served:
         if watch.concepts is None:
             return None
         pack, shown = self.manager.pack, np.zeros(self.manager.pack.n_probes, dtype=bool)
+        held = self.holding.now
+        plan = self.manager.plan_with([], held.exclude, held.always_on)
         for at, concept in enumerate(watch.concepts):
-            named = _refused(f"probemon.concepts[{at}]", partial(pack.find_all, concept))
+            param = f"probemon.concepts[{at}]"
+            named = _refused(param, partial(pack.find_all, concept))
+            if names := self.manager.left_out(named, plan):
+                raise RequestRefused(
+                    f"{param}: {names} is left out by the deployment, so that its silence would say nothing: ask for"
+                    " another concept",
+                    param,
+                )
             for level in pack.tree.levels_below(named):
                 shown[list(level)] = True
         return shown

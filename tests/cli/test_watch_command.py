@@ -348,6 +348,7 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, t
     assert code == 0 and [rule["on_blind"] for rule in told["rules"]] == ["pass", "pass", "stop"]
     code, out, _ = checked("examples/watch.yaml")
     assert code == 0 and f"every token: {told['n_always']} of 479 probes at least" in out and told["sha256"] in out
+    assert "2 concepts never fire (alert threshold 1): 'element', 'metal'" in out
     text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
     for concepts, status, words in (
         ('["ship"]', 0, "metrics at 127.0.0.1 port 9464; concepts by name: 1"),
@@ -516,7 +517,7 @@ def test_a_watch_that_was_blind_says_so_at_its_end_and_one_that_saw_says_nothing
     host = make_model()
     make_pack(tmp_path / "pack", host)
     lines, health = watched(host)
-    assert lines == [] and health["ok"] and len(health["checks"]) == 8
+    assert lines == [] and health["ok"] and len(health["checks"]) == 9
     # Seen once, then no longer: weights that overflow in the middle of a generation.
     host.model.layers[0].register_forward_hook(
         lambda module, args, output: output if output.shape[1] > 1 else output * float("nan")

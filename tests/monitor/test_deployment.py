@@ -195,6 +195,12 @@ CASES = [
     ("audit_rate: 1", "include: [c0, c1]\nexclude: [c2, c77]", 13, "has no concept 'c77'"),
     ("audit_rate: 1", "depth:\n  c0: 1\n  c88: 2", 14, "has no concept 'c88'"),
     ("audit_rate: 1", "depth: {c0: -1}", 12, "-1 is less than the minimum of 0"),
+    (
+        "audit_rate: 1",
+        "exclude: [c39]\nmetrics: {concepts: [c9, c39]}",
+        13,
+        "'concept 39' is left out by include, excl",
+    ),
     ("audit_rate: 1", "include: []", 12, "[] should be non-empty"),
     ("rules:", "rules: 3\nrulez:", 14, "unknown, did you mean 'rules'"),
     ("action: stop", "action: escalate", 18, "judge is missing: the endpoint like OpenAI's that is asked"),

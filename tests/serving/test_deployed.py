@@ -554,6 +554,21 @@ def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(par
     assert served.holding.now.exclude == ("c2",)
 
 
+def test_what_the_file_leaves_out_cannot_be_asked_for_nor_counted(parts):
+    """Its silence would say nothing: not in an answer, nor as a count that stays where it is."""
+    served = served_by(parts, exclude=["c2"], metrics={"concepts": ["c3"]})
+    assert answer_of(served, concepts=["c3"])[0] == 200
+    status, answer = answer_of(served, concepts=["c3", "c2"])
+    error = answer["error"]
+    assert status == 400 and error["param"] == "probemon.concepts[1]" and "'concept 2' is left out" in error["message"]
+    deployment_of(parts[0], exclude=["c3"], metrics={"concepts": ["c3"]})
+    with pytest.raises(DeploymentError, match="'concept 3' is left out"):
+        served.holding.reload()
+    deployment_of(parts[0], exclude=["c4"], metrics={"concepts": ["c3"]})
+    served.holding.reload()
+    assert [answer_of(served, concepts=[concept])[0] for concept in ("c2", "c4")] == [200, 400]
+
+
 def test_server_is_not_ready_while_the_breaker_pauses_and_is_once_an_answer_may_try(parts, monkeypatch):
     served = served_by(parts, breaker={"errors": 1, "retry_after": 1000})
     running, prompt = Running(served, token=None), served.manager.score_prompt

@@ -154,16 +154,20 @@ class Watched:
             return None
         token = self.result.where(self.result.at(event.row, event.column))
         concept = describe(self.manager.pack, self.manager.pack.find(event.concept), event.score, **token)
-        return {**_as_dict(concept, at=True), "aggregate": event.aggregate, "value": event.value, "above": event.above}
+        compared = {"aggregate": event.aggregate, "value": event.value, "above": event.above}
+        return {**_as_dict(concept, at=True), **compared, "blind": event.blind or None}
 
     def _ending(self) -> list[str]:
         lines = ["interrupted: what came until then stands above"] if self.watching.interrupted else []
         stopped = self._stopped()
         if stopped is not None:
             what = "scored" if stopped["aggregate"] == "each" else f"had a running score ({stopped['aggregate']}) of"
+            said = f"{what} {', over '.join(apart(stopped['value'], stopped['above']))}"
+            if stopped["blind"]:
+                said = f"is not known there: {stopped['blind']}"
             lines.append(
                 f"stopped at {printable(stopped['token'])!r}, position {stopped['position']}:"
-                f" {' > '.join(stopped['path'])} {what} {', over '.join(apart(stopped['value'], stopped['above']))}"
+                f" {' > '.join(stopped['path'])} {said}"
             )
         elif not self.watching.interrupted:
             lines += self._not_met()

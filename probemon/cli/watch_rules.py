@@ -21,6 +21,7 @@ from probemon.core.aggregate import Aggregator, Doubles, Each, parse
 from probemon.core.baselines import ceiling, with_counts
 from probemon.core.files import why_not_writable
 from probemon.errors import ConfigError, UnknownConcept
+from probemon.monitor.followers import Follower
 from probemon.monitor.rules import Event
 from probemon.monitor.sinks import JsonLinesSink
 from probemon.packs.group import AnyPack
@@ -45,8 +46,10 @@ class StopRule:
     aggregator: Aggregator
 
 
-class Watching:
-    """What goes on beside the view while the host generates: rules, a sink, and an ear for Ctrl-C."""
+class Watching(Follower):
+    """What goes on beside the view while the host generates: rules, a sink, and an ear for Ctrl-C. `met`: what stopped
+    it, a rule of its own or one of a deployment.
+    """
 
     def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None) -> None:
         self.met: Event | None = None
@@ -60,7 +63,7 @@ class Watching:
         """Attach all of it to a run that has begun."""
 
         def stop(event: Event) -> None:
-            self.met = self.met or event
+            self.stopped(event)
             run.stop_mine()
 
         def stop_if_interrupted(*_: Any) -> None:
@@ -73,6 +76,11 @@ class Watching:
         if self._sink is not None:
             self._delivery = run.add_sink(self._sink)
         run.listen(stop_if_interrupted)
+        run.follow(self)
+
+    def stopped(self, event: Event) -> None:
+        """Remember what stopped the generation."""
+        self.met = self.met or event
 
     def interrupt(self) -> None:
         """Let the generation end at its next token; harmless in a signal handler."""

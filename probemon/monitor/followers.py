@@ -38,6 +38,9 @@ class Follower(Observer):
     def event(self, event: Event, action: str) -> None:
         """A rule was met; `action`: "record", "stop", "raise", "escalate", or "call" for a callable."""
 
+    def stopped(self, event: Event) -> None:
+        """The row of an event was stopped for it, by the action "stop" or by a judge."""
+
     def verdict(self, event: Event) -> None:
         """A judge was asked of an event, and `event.verdict` is known now. This may come in another thread."""
 
@@ -66,6 +69,10 @@ class Followers(Observer):
     def event(self, event: Event, action: str) -> None:
         """Tell that a rule was met."""
         self._tell(lambda one: one.event, event, action)
+
+    def stopped(self, event: Event) -> None:
+        """Tell what stopped a row."""
+        self._tell(lambda one: one.stopped, event)
 
     def verdict(self, event: Event) -> None:
         """Tell what a judge ruled."""

@@ -259,6 +259,7 @@ class Publisher:
             generation.raise_later(NotSupportedDecoding(NO_STOP_IN_BEAMS), event.column)
         elif action == "stop":
             generation.stop_row(event.row, event.column)
+            self._followers.stopped(event)
         elif action == "raise":
             where = f"row {event.row}, column {event.column}"
             said = (

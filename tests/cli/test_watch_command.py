@@ -307,6 +307,19 @@ def test_a_deployment_says_what_was_met_and_by_which_file(watch):
         assert f"at position {event['column']}" in error
 
 
+@pytest.mark.parametrize(("above", "stops"), [(0.0, True), (0.9999999, False)], ids=["met", "not met"])
+def test_a_rule_of_a_deployment_that_stopped_the_text_is_said_to_have(watch, tmp_path, above, stops):
+    text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
+    rule = {"concepts": ["whale"], "above": above, "for_tokens": 3, "action": "stop", "on_blind": "stop"}
+    path = tmp_path / "watch.yaml"
+    path.write_text(f"{text.partition('rules:')[0]}rules: [{json.dumps(rule)}]\n")
+    lines, answer = watch("--deployment", str(path), "--prompt", PROMPT, "--max-new-tokens", 16, packs=())
+    position = answer["per_token"][0]["position"] + 2
+    assert len(answer["per_token"]) == (4 if stops else 16)
+    assert (answer["stopped"] or {}).get("position") == (position if stops else None)
+    assert any(line.startswith("stopped at") and f"position {position}" in line for line in lines) == stops
+
+
 def test_what_a_deployment_leaves_out_is_counted_and_may_not_be_asked_for(watch, monkeypatch, capsys, tmp_path):
     text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
     text = text[: text.index("always_on:")] + "exclude: [animal]\n"

@@ -11,6 +11,7 @@ from conftest import PAD
 from probemon import DynamicProbeManager
 from probemon.core.scores import PROMPT
 from probemon.errors import AlignmentError, ConceptRaised
+from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
@@ -36,6 +37,9 @@ class Diary(Follower):
 
     def event(self, event, action):
         self.note("event", event, action)
+
+    def stopped(self, event):
+        self.note("stopped", event)
 
     def forward(self, time):
         self.note("forward", time)
@@ -75,6 +79,17 @@ def test_all_that_a_run_does_is_told_in_order(model, pack):
     assert [(one.number, error) for one, error in diary.of("ended")] == [(0, None), (1, None)]
     assert diary.of("ended")[1][0].output is again  # it is told once the output is known
     assert diary.of("gap") == []
+
+
+@pytest.mark.parametrize("judged", [None, "stop", "pass"])
+def test_what_stopped_a_row_is_told_once(model, pack, judged):
+    diary = Diary()
+    with DynamicProbeManager(pack).attach(model) as run:
+        run.follow(diary)
+        action = "stop" if judged is None else Escalate(lambda question: judged, 20.0, "hold", "raise")
+        run.on("c1", above=0.0, for_tokens=2, action=action)
+        model.generate(PROMPTS[1:], **GREEDY)
+    assert [event.column for (event,) in diary.of("stopped")] == ([] if judged == "pass" else [6])
 
 
 def test_an_end_by_an_error_is_told_with_it(model, pack):

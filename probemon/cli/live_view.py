@@ -32,6 +32,7 @@ from probemon.monitor.summary import lower_thresholds, nothing_listed, summarise
 _COLOURS = (
     "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",
 )  # fmt: skip
+_NARROW = 60  # columns, under which the share of right fires is not shown
 _CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
 RANKED = "ranked, not firing"
 _BAR = "▁▂▃▄▅▆▇█"
@@ -113,13 +114,15 @@ class LiveView:
                 break
             shown.insert(0, (event, concepts))
         table = plain_table(expand=True)
-        table.add_column("token", width=14, no_wrap=True)
+        narrow = self._console.width < _NARROW
+        table.add_column("token", width=8 if narrow else 14, no_wrap=True)
         table.add_column(
             f"leading concepts (at most {self._k}), from the root", ratio=1, no_wrap=True, overflow="ellipsis"
         )
-        table.add_column("right", width=5, justify="right", style="dim")
+        if not narrow:
+            table.add_column("right", width=5, justify="right", style="dim")
         table.add_column("strength", width=10)
-        width = self._console.width - 39  # what the other columns, gaps and the frame leave
+        width = self._console.width - (26 if narrow else 39)  # what the other columns, gaps and the frame leave
         if any(math.isnan(concept.threshold) for _, concepts in shown for concept in concepts):
             table.columns[1].header = Text(f"concepts, from the root ({RANKED} where there is no alert)")
         for event, concepts in shown:
@@ -131,7 +134,8 @@ class LiveView:
             for concept in concepts:
                 bare = math.isnan(concept.threshold)
                 strength = Text(f"score {concept.score:.2f}", style="dim") if bare else strength_bar(concept)
-                table.add_row(token, path_text(concept, width), share_right(concept), strength)
+                share = [] if narrow else [share_right(concept)]
+                table.add_row(token, path_text(concept, width), *share, strength)
                 token = Text()  # a token stands beside its first concept alone
             if read(event):
                 table.add_row(token, Text(harmless(read(event)), style="dim"))

@@ -152,7 +152,7 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
         table.add_column("router", no_wrap=True)
         for heading, *_ in columns:
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column(bars[0], no_wrap=True)
+        table.add_column(bars[0], overflow="ellipsis")  # gives way where there is no room: numbers that are cut lie
         for stream in routers[:room]:
             values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
             table.add_row(

@@ -166,9 +166,14 @@ def plain_table(**options: Any) -> Table:
 
 
 def shorten_path(path: Sequence[str], width: int) -> list[str]:
-    """Return a path from the root; where it is wider than `width`, names between root and concept give way."""
+    """Return a path from the root; where it is wider than `width`, names between root and concept give way, then the
+    root: the concept is what the numbers beside it are of.
+    """
     shown, n_kept = list(path), len(path) - 1
     while n_kept > 1 and len(" > ".join(shown)) > width:
         n_kept -= 1
         shown = [path[0], "…", *path[len(path) - n_kept :]]
+    for shorter in (["…", path[-1]], [path[-1]]):
+        if len(shorter) < len(shown) and len(" > ".join(shown)) > width:
+            shown = shorter
     return shown

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -187,12 +188,31 @@ def test_narrow_path_keeps_the_root_and_the_concept():
     assert path_text(concept).plain == full == path_text(concept, len(full)).plain
     widths = [len(path_text(concept, width).plain) for width in range(len(full) + 1)]
     assert widths == sorted(widths)
-    for width in (0, 30, 50, len(full) - 1):
+    assert all(shown <= max(width, len("whale")) for width, shown in enumerate(widths))
+    assert [path_text(concept, width).plain for width in (0, 9, 17)] == ["whale", "… > whale", "whole > … > whale"]
+    for width in (17, 30, 50, len(full) - 1):
         shown = path_text(concept, width).plain.split(" > ")
-        assert (
-            shown[:2] == ["whole", "…"] and shown[-1] == "whale" and concept.path[-len(shown) + 2 :] == tuple(shown[2:])
-        )
-        assert width < 30 or len(" > ".join(shown)) <= width
+        assert shown[:2] == ["whole", "…"] and concept.path[-len(shown) + 2 :] == tuple(shown[2:])
+
+
+@pytest.mark.parametrize("width", [36, 45, 59, 60, 80])
+def test_the_live_view_shows_the_concept_of_its_numbers_at_every_width(manager, width):
+    """And that a token is unseen: not an end of the root's name, or of nothing."""
+    pack = manager.pack
+    concept = describe(pack, pack.find("whale"), 0.9)
+    console = Console(width=width, height=20, force_terminal=True, file=io.StringIO())
+    view = LiveView(console, title="t")
+    for unseen, leading in (("", [concept]), ("hidden state is not finite", [])):
+        event = types.SimpleNamespace(
+            token=" ales", unseen=unseen, reading=(), coverage=types.SimpleNamespace(active=[1]), pack=pack,
+            leading=lambda k, above, leading=leading: leading, ranked=lambda k, above: [],
+        )  # fmt: skip
+        view.show(event)
+    with console.capture() as capture:
+        console.print(view.render())
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capture.get()).splitlines()
+    assert any("whale " in line and f"{concept.strength:+.1f}" in line for line in lines), lines
+    assert any("unseen: " in line for line in lines) and all(len(line) <= width for line in lines)
 
 
 def test_small_terminal_shows_the_newest_token(demo, manager):

@@ -213,6 +213,21 @@ def test_the_live_frame_shows_text_routers_and_alerts():
     assert f"{streams[1]['decision_entropy']:.2f}" in last and load_bars(streams[1]["load"]).plain in last
 
 
+def test_numbers_of_routers_are_whole_where_there_is_no_room_for_their_bars():
+    model = make_moe()
+    with RoutingMonitor(model, window=4) as monitor:
+        model.generate(PROMPT, **GREEDY)
+    streams = [{**stream, "load": [1 / 64] * 64} for stream in monitor.report()["streams"]]  # of so many experts
+    rows = {}
+    for width in (80, 200):
+        console = Console(record=True, width=width, file=io.StringIO())
+        summary(console, {**monitor.report(), "streams": streams})
+        lines = console.export_text().splitlines()
+        rows[width] = [line.split() for line in lines if line.startswith("router.")]
+    assert len(rows[80]) == len(streams) and rows[80] != rows[200]
+    assert [row[:-1] for row in rows[80]] == [row[:-1] for row in rows[200]]
+
+
 def test_the_live_frame_of_an_adapter_shows_its_codes():
     console = Console(record=True, width=120, height=30, force_terminal=True, file=io.StringIO())
     view = LiveRouting(console, title="an adapter routing")

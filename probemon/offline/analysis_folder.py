@@ -234,6 +234,19 @@ class Analysis:
         )
         return record if is_whole else None
 
+    def reopen(self, index: int) -> None:
+        """Say that it is not complete where it was and shard `index` is missing, since its input has grown."""
+        if self.complete:
+            with self._lock("finish", fcntl.LOCK_EX), self._writing():
+                if self.shard(index) is None:  # another process may have written it, and finished
+                    self._reopen()
+
+    def _reopen(self) -> None:
+        if self.complete:
+            kept = {name: value for name, value in self.manifest.items() if name not in ("totals", "shards")}
+            self.manifest = kept | {"complete": False}
+            write_json(self.directory / MANIFEST, self.manifest)
+
     def write_shard(self, index: int, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
         """Write a shard, whole or not at all. Raises `SinkFailed` where the disk does."""
         if self._elsewhere:
@@ -244,12 +257,8 @@ class Analysis:
                 stacklevel=3,
             )
             self._elsewhere = ()
+        self.reopen(index)
         with self._writing():
-            if self.complete:  # its input has grown
-                self.manifest = {
-                    name: value for name, value in self.manifest.items() if name not in ("totals", "shards")
-                } | {"complete": False}
-                write_json(self.directory / MANIFEST, self.manifest)
             (self.directory / SHARDS).mkdir(exist_ok=True)
             sizes = {name: write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
             write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
@@ -287,6 +296,7 @@ class Analysis:
                     " have none), and another folder"
                 )
         if any(shard is None for shard in shards):
+            self._reopen()
             return False
         if self.shard(n_shards) is not None:
             raise ConfigError(

@@ -98,6 +98,8 @@ def analyze(
             for shard in shards(corpus):
                 digests.append(shard.digest)
                 known = check_known(analysis, shard)
+                if known is None:  # also where another rank is to make it
+                    analysis.reopen(shard.index)
                 if known is None and shard.index % world_size == rank:
                     yield shard
                 elif progress is not None:

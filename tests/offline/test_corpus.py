@@ -653,6 +653,50 @@ def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager
     )
 
 
+def test_a_rank_with_nothing_to_do_does_not_take_the_analysis_before_for_its_own(
+    model, manager, tokenizer, tmp_path, monkeypatch
+):
+    """Two ranks; the input grew by one shard, which is that of rank 0."""
+    monkeypatch.setattr("probemon.offline.windows.SHARD_DOCUMENTS", 2)
+    texts, out = ["abc", "cab", "bac", "abcabc", "bb", "ccc"], tmp_path / "out"
+
+    def rank(number, documents):
+        return analyze(manager, model, tokenizer, documents, out, resume=True, rank=number, world_size=2)
+
+    assert [rank(number, texts[:4]).complete for number in (0, 1)] == [False, True]
+    assert not rank(1, texts).complete
+    with pytest.raises(ConfigError, match="is not finished"):
+        Analysis.open(out)
+    assert rank(0, texts).complete
+    assert Analysis.open(out).manifest["totals"]["documents"] == 6
+    assert rank(1, texts).complete  # which finds all there
+
+
+def test_a_grown_input_makes_an_analysis_unfinished_before_anything_of_it_is_written(
+    model, manager, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("probemon.offline.windows.SHARD_DOCUMENTS", 2)
+    texts, out = ["abc", "cab", "bac"], tmp_path / "out"
+    analyze(manager, model, tokenizer, texts[:2], out)
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(offline, "write", mock.Mock(side_effect=KeyboardInterrupt))
+        analyze(manager, model, tokenizer, texts, out, resume=True)
+    with pytest.raises(ConfigError, match="is not finished"):
+        Analysis.open(out)
+    assert analyze(manager, model, tokenizer, texts, out, resume=True).manifest["totals"]["documents"] == 3
+
+
+def test_a_shard_that_another_process_wrote_meanwhile_does_not_reopen_what_that_finished(
+    model, manager, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("probemon.offline.windows.SHARD_DOCUMENTS", 2)
+    analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")
+    late = Analysis.open(tmp_path / "out")
+    analyze(manager, model, tokenizer, ["abc", "cab", "bac"], tmp_path / "out", resume=True)
+    late.reopen(1)
+    assert Analysis.open(tmp_path / "out").manifest["totals"]["documents"] == 3
+
+
 def test_processes_that_write_one_shard_do_not_meet(model, manager, tokenizer, tmp_path):
     """Two that were given other numbers of processes: each writes under a name of its own."""
     analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")

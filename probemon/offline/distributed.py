@@ -32,6 +32,7 @@ from probemon.offline.windows import Reading, Shard, shards
 from probemon.packs.group import AnyPack, open_packs
 
 _SPOOL = ".spool"
+_NO_SHARD = -1  # a worker that is given it compares the job with the analysis, and scores nothing
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,9 @@ def analyze_dataset(
     check_target(out)
     if (out / MANIFEST).is_file() and not resume:
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
-    # The kernel is chosen once, so that all workers have the same.
-    settings = {**job.settings, **kernel_of(out)}
+    # The kernel is chosen once, so that all workers have the same; one that the job names is compared.
+    settings = dict(job.settings)
+    settings |= {name: value for name, value in kernel_of(out).items() if settings.get(name) in (None, "auto")}
     manager = Scorer(job.opened(), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
     Tables(manager.pack, job.floor, job.keep_text)  # raises for a wrong floor before anything is started
@@ -122,20 +124,21 @@ def _spread(
             todo.append(shard.index)
         elif progress is not None:
             progress(len(shard.documents), 0)
-    if todo:
-        results = ray.data.from_items([{"index": index} for index in todo], override_num_blocks=len(todo)).map_batches(
-            _Worker,
-            fn_constructor_args=(job, str(out), settings, environment()["threads"]),
-            batch_size=1,
-            concurrency=concurrency,
-            num_cpus=1 if job.device == "cpu" else 0,
-            num_gpus=0 if job.device == "cpu" else 1,
-        )
-        for row in results.iter_rows():
-            if row["error"]:
-                raise getattr(errors, row["error"])(row["message"])
-            if progress is not None:
-                progress(row["documents"], row["tokens"])
+    # Also where no shard is missing: only a worker, which has the host, can tell whether the analysis is of this job.
+    items = [{"index": index} for index in todo or [_NO_SHARD]]
+    results = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _Worker,
+        fn_constructor_args=(job, str(out), settings, environment()["threads"]),
+        batch_size=1,
+        concurrency=concurrency,
+        num_cpus=1 if job.device == "cpu" else 0,
+        num_gpus=0 if job.device == "cpu" else 1,
+    )
+    for row in results.iter_rows():
+        if row["error"]:
+            raise getattr(errors, row["error"])(row["message"])
+        if progress is not None:
+            progress(row["documents"], row["tokens"])
     begun = Analysis.open(out, unfinished=True)
     begun.finish(digests)
     return begun
@@ -176,6 +179,10 @@ class _Worker:
             if not self._ready:
                 self._get_ready(*self._arguments)
             for index in batch["index"].tolist():
+                if index == _NO_SHARD:
+                    add_row(0, 0, "", "")
+                    continue
+                self._analysis.reopen(index)
                 for scored in self._scorer.score([_spooled(self._analysis.directory, index)]):
                     write(self._analysis, self._tables, scored)
                     add_row(len(scored.documents), int(scored.ptr[-1]), "", "")

@@ -1,5 +1,6 @@
 """Two workers of a real Ray cluster on this machine give the rows that one process gives."""
 
+import dataclasses
 import functools
 import os
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import make_model
+from conftest import make_model, make_pack
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
@@ -22,9 +23,9 @@ ray = pytest.importorskip("ray")
 READING = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
 
 
-def load(in_training=False):
+def load(in_training=False, seed=0):
     """In the worker, which knows nothing of the tests: a model on a file would be loaded by its name."""
-    return make_model().train(in_training), make_tokenizer()
+    return make_model(seed=seed).train(in_training), make_tokenizer()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,6 +96,28 @@ def test_two_workers_give_the_rows_of_one_process(pack, tmp_path, small_shards):
     assert tables(again) == tables(local)
     with pytest.raises(ConfigError, match="have changed"):
         analyze_dataset(["other", *texts[1:]], job(pack, out, settings=settings), resume=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_finished_analysis_of_another_job_is_refused(model, pack, tmp_path):
+    """No shard is missing, so nothing is left to score; what the folder holds is compared all the same."""
+    out = tmp_path / "out"
+    made = analyze_dataset(["abc", "cab"], job(pack, out), concurrency=1)
+    before = tables(made)
+    settings = {"keep_top_k": 5, "impl": "cpu", "audit_rate": 0.2}
+    others = {
+        r"pack\.name was '.*', now 'other'": {
+            "pack": str(make_pack(tmp_path / "other", model, name="other").directory)
+        },
+        r"host\.weights was": {"load": functools.partial(load, seed=5)},
+        r"floor was 'fired', now 0\.01": {"floor": 0.01},
+        r"audit_rate was 0\.2, now 0\.1": {"settings": {**settings, "audit_rate": 0.1}},
+        r"kernel\.impl was 'cpu', now 'reference'": {"settings": {**settings, "impl": "reference"}},
+    }
+    for differs, changes in others.items():
+        with pytest.raises(ConfigError, match=f"made otherwise.*{differs}"):
+            analyze_dataset(["abc", "cab"], dataclasses.replace(job(pack, out), **changes), concurrency=1, resume=True)
+    assert tables(analyze_dataset(["abc", "cab"], job(pack, out), concurrency=1, resume=True)) == before
 
 
 def late_at_first(row):

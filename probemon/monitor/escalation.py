@@ -100,7 +100,7 @@ def check_judges(rules: Iterable[Rule], tokenizer: Any, keep_tokens: int | None 
         if keep_tokens is not None and keep_tokens < escalate.last_tokens:
             raise ConfigError(
                 f"a judge is to be shown last_tokens={escalate.last_tokens}, and the run keeps"
-                f" keep_tokens={keep_tokens} of them: keep as many, or show fewer"
+                f" keep_tokens={keep_tokens} of a row: keep as many, or show fewer"
             )
         if hasattr(escalate.judge, "check"):
             escalate.judge.check(tokenizer)

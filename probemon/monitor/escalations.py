@@ -172,16 +172,19 @@ class Escalations:
 
 def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[int, ...]:
     """Return the ids of the last `n` tokens of a row of a recording and of the turns before it, up to a column; fewer
-    where these hold fewer.
+    where these hold fewer. Those whose scores are forgotten count, too.
     """
     ids: list[int] = []
     turn: Recording | None = recording
     end = column + 1
     while turn is not None and len(ids) < n:
-        for placed in reversed(list(turn.placed)):
-            own = np.flatnonzero((placed.rows == row) & (placed.columns < end))
-            ids = [*placed.ids[own].tolist(), *ids]
+        # Another thread may forget meanwhile: so each is read before what it would pass its tokens on to.
+        earlier, newest = turn.earlier, [(placed.rows, placed.columns, placed.ids) for placed in list(turn.placed)]
+        for rows, columns, piece_ids in reversed([*turn.forgotten_ids.pieces(), *newest]):
+            own = np.flatnonzero((rows == row) & (columns < end))
+            ids = [*piece_ids[own].tolist(), *ids]
+            end = int(columns[own].min(initial=end))
             if len(ids) >= n:
                 break
-        end, turn = min(end, turn.call.first_column), turn.earlier
+        end, turn = min(end, turn.call.first_column), earlier
     return tuple(ids[-n:])

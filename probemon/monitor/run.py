@@ -66,7 +66,8 @@ class MonitorRun:
     tokens are unseen then.
     `callback_errors`: "raise" `CallbackFailed` when the block ends for what actions, listeners and sinks raised, or
     only "report" it (`run.failures`, the log).
-    `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all).
+    `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all). Of each
+    row the ids of as many stay, for judges.
     `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of its
     own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is refused.
     `deployment`: the file whose rules and sinks hold from where the block begins, on the host that it names.

@@ -3,7 +3,7 @@
 recording = Recording(SequenceColumns(prompt_columns=12), offset=0, n_probes=363)
 recording.add(placed, scores)
 tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
-recording.forget(n)                           # drops the scores of up to n of its oldest tokens
+recording.forget(n, keep_ids=64)              # drops the scores of up to n of its oldest tokens
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from probemon.errors import AlignmentError
 from probemon.host.changes import HostMark
 from probemon.tracking.align import NEVER, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.beams import Beams
+from probemon.tracking.forgotten_ids import ForgottenIds
 
 LAST = "the last generated token is never run by the host"
 BEFORE = "it came in a cache that this run did not see being filled"
@@ -74,8 +75,9 @@ class Recording:
     once it had run what is recorded. `switched`: other adapters were on in some forward. `done`: nothing more will
     come. `changed_before`: the host changed in what is forgotten. `n_entries` were added, the first `n_forgotten` of
     them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in its process. `watches`:
-    from which column which state of what is watched held. Of all that was added, forgotten or not: `why_unseen`, why
-    tokens have no scores and how many, and `n_generated`, how many were generated.
+    from which column which state of what is watched held. `forgotten_ids`: what is still known of tokens whose scores
+    were dropped, here and in earlier turns that were let go of. Of all that was added, forgotten or not: `why_unseen`,
+    why tokens have no scores and how many, and `n_generated`, how many were generated.
     """
 
     call: SequenceColumns
@@ -100,6 +102,7 @@ class Recording:
     why_unseen: Counter[str] = field(default_factory=Counter)
     n_forgotten: int = 0
     forgotten: int = 0
+    forgotten_ids: ForgottenIds = field(default_factory=ForgottenIds)
     _n_small: int = 0
     placed: list[PlacedTokens] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -181,17 +184,23 @@ class Recording:
         """Say that nothing more will come."""
         self.done = True
 
-    def forget(self, n: int) -> int:
-        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; return how many were dropped."""
+    def forget(self, n: int, keep_ids: int) -> int:
+        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; return how many were dropped. The ids
+        of `keep_ids` tokens of each row stay.
+        """
         dropped, pieces = 0, 0
         while pieces < len(self.placed) and dropped + len(self.placed[pieces]) <= n:
             columns = self.placed[pieces].columns
             self.forgotten = max(self.forgotten, int(columns.max(initial=-1)) + 1)
             dropped, pieces = dropped + len(columns), pieces + 1
+        # Whoever reads meanwhile finds a token twice, and never not at all.
+        for placed in self.placed[:pieces]:
+            self.forgotten_ids.add((placed.rows, placed.columns, placed.ids), keep_ids)
         del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces], self.reads[:pieces]
         self.n_forgotten += dropped
         if not self.placed and self.earlier is not None:  # turns before this one were forgotten first: let go of them
             self.changed_before = self.host_changed
+            self._take_ids_of_earlier_turns(keep_ids)
             self.forgotten, self.earlier = self._forgotten_before(), None
         self._n_small = min(self._n_small, len(self.placed))
         return dropped
@@ -281,6 +290,17 @@ class Recording:
         while turn is not None:
             column, turn = max(column, turn.forgotten), turn.earlier
         return column
+
+    def _take_ids_of_earlier_turns(self, n: int) -> None:
+        pieces, end, turn = self.forgotten_ids.pieces(), self.call.first_column, self.earlier
+        while turn is not None:
+            # What a cache was cut off by is no part of the row.
+            inside = [(piece, piece[1] < end) for piece in turn.forgotten_ids.pieces()]
+            pieces[:0] = [(rows[own], columns[own], ids[own]) for (rows, columns, ids), own in inside]
+            end, turn = min(end, turn.call.first_column), turn.earlier
+        self.forgotten_ids = ForgottenIds()
+        for piece in pieces:
+            self.forgotten_ids.add(piece, n)
 
     def _follow_beams(
         self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints

@@ -162,14 +162,14 @@ def _numbers(recordings: Sequence[Recording]) -> str:
 
 def keep_newest(recordings: list[Recording], n_tokens: int) -> list[Recording]:
     """Drop the oldest scores beyond `n_tokens`, and the recordings that ended and of which nothing is left: return
-    these.
+    these. The ids of so many tokens of each row stay.
     """
     surplus = sum(recording.n_kept for recording in recordings) - n_tokens
     while surplus > 0 and any(recording.n_kept for recording in recordings):
         oldest = min(
             (recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0]
         )
-        n_dropped = oldest.forget(surplus)
+        n_dropped = oldest.forget(surplus, keep_ids=n_tokens)
         if not n_dropped:
             break
         surplus -= n_dropped

@@ -30,6 +30,7 @@ from probemon.monitor.followers import Follower
 from probemon.monitor.judge_desk import Asked
 from probemon.tracking.align import PlacedTokens, SequenceColumns
 from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import keep_newest
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
@@ -262,6 +263,53 @@ def test_the_end_of_a_row_is_up_to_the_token_of_the_event():
         recording.add(PlacedTokens(rows, at, at, np.array(ids), phase), scores)
     assert [last_ids(recording, 1, column, 2) for column in (0, 1, 2, 3)] == [(20,), (20, 21), (21, 22), (22, 23)]
     assert last_ids(recording, 0, 2, 64) == (10, 11, 12)
+
+
+@pytest.mark.parametrize("n_rows", [1, 4, 7])
+def test_a_judge_is_shown_as_much_of_a_row_whatever_the_batch_keeps(manager, model, n_rows):
+    """`keep_tokens` is of all rows together; also where the row began in earlier turns on the cache."""
+    questions, ids, cache = [], torch.randint(3, 60, (n_rows, 5), generator=torch.Generator().manual_seed(1)), None
+    escalate = Escalate(lambda question: questions.append(question) or "pass", SLOW, "hold", "raise", last_tokens=16)
+    with manager.attach(model, keep_tokens=16) as run:
+        run.on("c9", above=0.0, for_tokens=9, action=escalate)
+        for _ in range(3):
+            out = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **GREEDY)
+            ids, cache = out.sequences, out.past_key_values
+    assert len(questions) >= n_rows
+    for question in questions:
+        row, stop = question.event.row, question.event.column + 1
+        assert list(question.ids) == ids[row, max(0, stop - 16) : stop].tolist()
+
+
+def test_forgotten_tokens_of_every_row_are_known_as_far_back_as_is_kept_and_no_further():
+    """Rows that end, begin late and go on in another turn, which cut some columns off, beside another recording."""
+    random, keep, cut, scores = np.random.default_rng(5), 11, 4, Scores.nothing(1, 1, "not scored here", 1)
+
+    def add(recording, rows, columns, ids):
+        recording.add(PlacedTokens(rows, columns, columns, ids, 1), scores.take(np.zeros(len(rows), dtype=np.int64)))
+        keep_newest(kept, keep)
+
+    other = Recording(SequenceColumns(0), 0, n_probes=1)
+    kept, turn, expected = [other], None, [[] for _ in range(6)]
+    for number in range(6):
+        begin = 50 * number - cut * (turn is not None)
+        expected = [[pair for pair in row if pair[0] < begin] for row in expected]
+        turn = Recording(SequenceColumns(0), 0, n_probes=1, earlier=turn, number=number)
+        turn.begin(begin, 6, None)
+        kept.append(turn)
+        for column in range(begin, 50 * (number + 1)):
+            rows = np.flatnonzero(random.random(6) < [1, 0.9, 0.5, 0.1, column > 120, column < 70])
+            ids = random.integers(0, 999, len(rows))
+            add(turn, rows, np.full(len(rows), column), ids)
+            for row, token in zip(rows, ids, strict=True):
+                expected[row].append((column, token))
+            if random.random() < 0.3:
+                add(other, rows[:1], np.full(len(rows[:1]), column), ids[:1])
+            for row in range(6):
+                known = tuple(token for _, token in expected[row])
+                assert last_ids(turn, row, column, keep - cut) == known[cut - keep :]
+        turn.close()
+    assert sum(len(ids) for _, _, ids in turn.forgotten_ids.pieces()) <= 2 * 6 * keep + 6
 
 
 def test_a_judge_is_asked_in_the_span_of_the_caller(manager, model):

@@ -313,7 +313,7 @@ def test_what_changed_in_a_turn_that_is_forgotten_stays_known_of_the_turns_after
         second = two_adapters.generate(input_ids=second, past_key_values=cache, **{**GREEDY, "max_new_tokens": 9})
         [recording] = run.recordings
         assert recording.n_forgotten and recording.host_changed and run.result(second).host_changed
-        recording.forget(recording.n_kept)
+        recording.forget(recording.n_kept, keep_ids=0)
         assert recording.earlier is None and recording.host_changed and host_check(run)[0] == "warning"
 
 

@@ -202,10 +202,18 @@ def calibrate(
         host=host_identity(host, tokenizer),
     )
     if as_json:
-        stated = {"expansion": expansion and expansion.stated(), "statistics": score_counts.stated(), "inputs": inputs}
+        stated = {
+            "expansion": expansion and expansion.stated(),
+            "statistics": score_counts.stated(),
+            "inputs": inputs,
+            "left_out": {
+                "benign": ordinary.left_out(),
+                "positive": None if present is None else present.left_out(),
+            },
+        }
         answer({"directory": str(target), "name": calibrated.name, **_rates(opened, watched, alerts), **stated})
     else:
-        _show(calibrated, target, watched, alerts, expansion, ordinary)
+        _show(calibrated, target, watched, alerts, expansion, ordinary, present)
         say(score_counts.sentence().replace("`", ""))
     # At a loose rate thresholds are low by what was asked for.
     if alerts is not None and goals.is_strict and (low := _far_below(opened, watched, alerts)):
@@ -356,24 +364,19 @@ def _show(
     alerts: Alerts | None,
     expansion: Expansion | None,
     ordinary: ScoredDocuments,
+    present: ScoredDocuments | None,
 ) -> None:
-    bad = (
-        f", {len(ordinary.bad)} bad ones left out (first: {ordinary.bad[0].id}: {ordinary.bad[0].reason})"
-        if ordinary.bad
-        else ""
-    )
-    say(
-        f"{target}: {pack.name}, from {len(ordinary.scores)} benign documents of {sum(map(len, ordinary.scores))}"
-        f" tokens{bad}"
-    )
+    scored, *copies = ordinary.sentences("benign")
+    say(f"{target}: {pack.name}, from {scored}")
     if pack.alert_set is not None:
         others = f"; it keeps {', '.join(pack.alert_sets[1:])} beside it" if pack.alert_sets[1:] else ""
         say(f"what fires is said by its set of alert thresholds {pack.alert_set}{others}")
-    if ordinary.n_copies:
-        say(
-            f"{ordinary.n_copies} of {len(ordinary.scores)} benign documents are copies of others: the bounds take them"
-            " as independent, so they are too narrow"
-        )
+    say(*copies)
+    if not_in_drift := ordinary.not_in_drift():
+        say(not_in_drift)
+    if present is not None:
+        scored, *copies = present.sentences("positive")
+        say(f"true-positive rates: {scored}", *copies)
     if expansion is not None:
         slack = "the last resort, no slack at all" if expansion.slack is None else f"slack {expansion.slack:.4g}"
         sentence = expansion.sentence().replace("`", "")
@@ -408,7 +411,10 @@ def _show(
     if true_rates is not None:
         table.add_column(f"true-positive rate, by {alerts.unit}", justify="right")
     for i, probe in list(enumerate(watched))[:_SHOWN]:
-        cells = [_rate(rates.entry(i)) for rates in (false_rates, true_rates) if rates is not None]
+        cells = [_rate(false_rates.entry(i))]
+        if true_rates is not None:  # each concept has positives of its own
+            true_rate = true_rates.entry(i)
+            cells.append(_rate(true_rate) + (f" of {true_rate['n']}" if true_rate["n"] else ""))
         table.add_row(" > ".join(pack.path(probe)), f"{alerts.threshold[i]:.4g}", *cells)
     terminal(width=max(_WIDTH, terminal().width)).print(table)
     if len(watched) > _SHOWN:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.cli.common import progress_bar
+from probemon.core.counted import counted
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.errors import CalibrationError, ConfigError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _FIRST = 1000  # documents
+_MOST_REASONS = 10  # why a document was left out
 _LIKE_CONCEPTS = ("concept", "label", "labels")  # what other tools call the field "concepts"
 
 
@@ -47,6 +49,11 @@ class ScoredDocuments:
     def n_copies(self) -> int:
         """Documents whose text another one has too: a bound counts them as independent, which they are not."""
         return len(self.documents) - len({document.text for document in self.documents})
+
+    @property
+    def n_unseen(self) -> int:
+        """Documents without a token that was seen, which are in no rate."""
+        return sum(not len(scores) for scores in self.scores)
 
     @classmethod
     def of(
@@ -104,9 +111,46 @@ class ScoredDocuments:
             "sha256_of_texts": self.sha256,
             "n_documents": len(self.scores),
             "n_bad": len(self.bad),
+            "n_unseen": self.n_unseen,
             "n_copies": self.n_copies,
             "n_tokens": sum(map(len, self.scores)),
         }
+
+    def left_out(self) -> dict[str, Any]:
+        """For `--json`: how many documents are in no rate, or only some of their tokens, and why the first are not."""
+        reasons = [{"id": document.id, "reason": document.reason} for document in self.bad[:_MOST_REASONS]]
+        n_partly_seen = len(self.scores) - self.n_unseen - len(self.requests)
+        return {
+            "n_bad": len(self.bad),
+            "n_unseen": self.n_unseen,
+            "n_partly_seen": n_partly_seen,
+            "first_reasons": reasons,
+        }
+
+    def sentences(self, kind: str) -> list[str]:
+        """Say how many documents of a kind were scored, which were left out and why, and whether some are copies."""
+        n, n_tokens = len(self.scores) - self.n_unseen, sum(map(len, self.scores))
+        left_out = ""
+        if self.bad:
+            left_out += (
+                f", {counted(len(self.bad), 'bad one')} left out (first: {self.bad[0].id}: {self.bad[0].reason})"
+            )
+        if self.n_unseen:
+            left_out += f", {self.n_unseen} left out without a token that was seen"
+        said = [f"{counted(n, f'{kind} document')} of {counted(n_tokens, 'token')}{left_out}"]
+        if self.n_copies:
+            are = "is a copy of another" if self.n_copies == 1 else "are copies of others"
+            said.append(
+                f"{self.n_copies} of {len(self.scores)} {kind} documents {are}: the bounds take them as"
+                " independent, so they are too narrow"
+            )
+        return said
+
+    def not_in_drift(self) -> str:
+        """Say how many scored documents are in no reference of drift; "" where all are."""
+        n, n_all = len(self.requests), len(self.scores)
+        others = "the others have tokens that were not seen"
+        return "" if n == n_all else f"the pack's reference of drift is of {n} of {n_all} documents: {others}"
 
     def with_concepts(self, pack: ProbePack, watched: list[int]) -> Iterator[tuple[Floats, Mask | None]]:
         """Yield the scores of each document, and which watched concepts it has by its field `concepts`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.aggregate import Each
+from probemon.core.counted import counted
 from probemon.core.drift_reference import DriftReference
 from probemon.core.request_counts import RequestCounts
 from probemon.core.scores import Floats
@@ -124,7 +125,7 @@ def write_calibrated(
         inputs=[spec.as_dict() for spec in pack.inputs],
         host=source["host"],
         licence=source["licence"],
-        card=pack.card_text() + _note(alerts, expansion, statistics, changes, cleared),
+        card=pack.card_text() + _note(alerts, expansion, statistics, changes, cleared, inputs or {}),
         input_index=pack.input_index,
         softmax_group=pack.softmax_group,
         alert_threshold=alert,
@@ -211,6 +212,7 @@ def _note(
     statistics: ScoreStatistics | None,
     changes: bool,
     cleared: bool,
+    inputs: Mapping[str, Any],
 ) -> str:
     lines = ["", "## Calibration", ""]
     if alerts is not None:
@@ -231,4 +233,16 @@ def _note(
         lines.append(expansion.sentence())
     if statistics is not None:
         lines.append(statistics.sentence())
+    if left_out := _left_out(inputs):
+        lines.append(left_out)
     return "\n".join(lines) + "\n"
+
+
+def _left_out(inputs: Mapping[str, Any]) -> str:
+    """Return the sentence that says how many documents were in no rate and no threshold; "" where all were scored."""
+    counts = []
+    for kind in ("benign", "positive"):
+        about = inputs.get(kind)
+        if isinstance(about, Mapping) and (n := about.get("n_bad", 0) + about.get("n_unseen", 0)):
+            counts.append(counted(n, f"{kind} document"))
+    return f"Left out, since they could not be scored: {' and '.join(counts)}." if counts else ""

@@ -12,12 +12,13 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from conftest import make_pack
+from conftest import make_model, make_pack
 from corpora import make_tokenizer, random_texts
 from forging import forge
 from oracle import states
 from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.calibrate import _far_below, calibrate
+from probemon.cli.scored_documents import ScoredDocuments
 from probemon.core.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
 from probemon.core.request_counts import RequestCounts, RequestTraits
@@ -596,7 +597,8 @@ def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack,
     assert (
         shown.exit_code == 0
         and "concept 5" in shown.stdout
-        and "1 bad ones left out (first: bad: empty)" in shown.stdout
+        and "from 60 benign documents of" in shown.stdout
+        and "1 bad one left out (first: bad: empty)" in shown.stdout
         and "true-positive rate" in shown.stdout
     )
     alone = calibrate_alerts([s[:, watched[:1]] for s in scores], fpr=0.05, aggregate=Ema(0.5))
@@ -967,3 +969,66 @@ def test_copies_among_the_documents_are_told(workplace, pack, tmp_path):
         json.loads(run_command(*arguments, "--out", tmp_path / "b", "--json").stdout)["inputs"]["benign"]["n_copies"]
         == 7
     )
+
+
+def test_positives_that_were_not_scored_are_told_like_benign_documents(workplace, pack, tmp_path):
+    """Of 8 positives one alone is short enough."""
+    lines = [json.loads(line) for line in (workplace / "positive.jsonl").read_text().splitlines()]
+    rows = [lines[0], *({**line, "text": "abc" * 100} for line in lines[1:])]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [pack.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl", "--fpr", 0.1]
+    arguments += ["--unit", "document", "--watch", "c5", "--positive", tmp_path / "long.jsonl", "--max-chars", 200]
+    shown = run_command(*arguments, "--out", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    n_tokens = len(make_tokenizer()(lines[0]["text"])["input_ids"])
+    why = "longer than 200 characters (300)"
+    assert (
+        f"true-positive rates: 1 positive document of {n_tokens} tokens, 7 bad ones left out (first: p1: {why})\n"
+        in (shown.stdout)
+    )
+    assert re.search(r"concept 5 .* [01]\.0000 \(0\.\d{4} to [01]\.\d{4}\) of 1\n", shown.stdout), shown.stdout
+    assert "Left out, since they could not be scored: 1 benign document and 7 positive documents." in (
+        ProbePack.open(tmp_path / "out").card_text()
+    )
+    told = json.loads(run_command(*arguments, "--out", tmp_path / "again", "--json").stdout)
+    assert told["concepts"]["c5"]["positive_documents"]["n"] == told["inputs"]["positive"]["n_documents"] == 1
+    assert told["left_out"] == {
+        "benign": {"n_bad": 1, "n_unseen": 0, "n_partly_seen": 0, "first_reasons": [{"id": "bad", "reason": "empty"}]},
+        "positive": {
+            "n_bad": 7,
+            "n_unseen": 0,
+            "n_partly_seen": 0,
+            "first_reasons": [{"id": f"p{i}", "reason": why} for i in range(1, 8)],
+        },
+    }
+
+
+def test_documents_of_which_not_every_token_was_seen_are_told(pack):
+    """The states at the letter "b" are no numbers: a text of two letters has one or two that are seen, or none."""
+    host, tokenizer, ids = make_model(), make_tokenizer(), []
+    broken = tokenizer("b")["input_ids"][-1]
+    host.model.embed_tokens.register_forward_pre_hook(lambda module, args: ids.append(args[0]))
+
+    def break_states(module, args, output):
+        return output.masked_fill((ids[-1] == broken)[..., None], math.nan)
+
+    host.model.layers[1].register_forward_hook(break_states)
+    documents = ScoredDocuments.of(
+        DynamicProbeManager(pack),
+        host,
+        tokenizer,
+        "-",
+        np.arange(2),
+        "positive",
+        reading=Reading(),
+        read=lambda source: read_documents(["ac", "ab", "bb", "bb", " "]),
+    )
+    assert documents.sentences("positive") == [
+        "2 positive documents of 3 tokens, 1 bad one left out (first: 4: empty), 2 left out without a token that was"
+        " seen",
+        "1 of 4 positive documents is a copy of another: the bounds take them as independent, so they are too narrow",
+    ]
+    reasons = [{"id": "4", "reason": "empty"}]
+    assert documents.left_out() == {"n_bad": 1, "n_unseen": 2, "n_partly_seen": 1, "first_reasons": reasons}
+    assert documents.not_in_drift().startswith("the pack's reference of drift is of 1 of 4 documents")
+    assert documents.stated()["n_unseen"] == 2

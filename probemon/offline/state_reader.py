@@ -56,9 +56,14 @@ class _ForwardEnd(BaseException):
 
 
 class _OwnForward(threading.local):
-    """What this thread's own forward has shown, by site; None while there is none."""
+    """What this thread's own forward has shown of the states that are asked for, by site; None while there is none.
+
+    `shape`: its rows and tokens. `where`: which of these are asked for.
+    """
 
     seen: dict[str, list[Tensor]] | None = None
+    shape: tuple[int, int]
+    where: Tensor
 
 
 class StateReader:
@@ -198,29 +203,29 @@ class StateReader:
         seen: dict[str, list[Tensor]] = {site: [] for site in self.sites}
         self._stop = self._may_stop and self._known
         with torch.inference_mode():
-            self._open.seen = seen  # of this thread: others may run the same model
+            own = self._open  # of this thread: others may run the same model
+            own.seen, own.shape, own.where = seen, (ids.shape[0], ids.shape[1]), where
             try:
                 with suppress(_ForwardEnd):
                     self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
             finally:
-                self._open.seen = None
-            for site, hidden in seen.items():
-                if len(hidden) != 1:
-                    raise AlignmentError(
-                        ran_again(site) if hidden else f"a forward of the host ended without reaching {site}"
-                    )
-                check_states(site, hidden[0], ids.shape, self.widths[site])
-            self._known = True
-            return {
-                site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device))
-                for site, hidden in seen.items()
-            }
+                own.seen = None
+        for site, states in seen.items():
+            if len(states) != 1:
+                raise AlignmentError(
+                    ran_again(site) if states else f"a forward of the host ended without reaching {site}"
+                )
+        self._known = True
+        return {site: states for site, [states] in seen.items()}
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
-        seen = self._open.seen
-        if seen is not None and not self._rehearses():  # else a forward of somebody else's
-            seen[site].append(hidden)
-            if self._stop and all(seen.values()):
+        own = self._open
+        if own.seen is not None and not self._rehearses():  # else a forward of somebody else's
+            check_states(site, hidden, own.shape, self.widths[site])
+            # Copied now: the layer may go on to add to what its block gave, in place (Falcon).
+            states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, own.where.to(hidden.device))
+            own.seen[site].append(states)
+            if self._stop and all(own.seen.values()):
                 raise _ForwardEnd
 
 

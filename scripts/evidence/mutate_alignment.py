@@ -521,7 +521,7 @@ MUTATIONS = [
     ),
     (
         "offline/state_reader.py",
-        "                check_states(site, hidden[0], ids.shape, self.widths[site])\n",
+        "            check_states(site, hidden, own.shape, self.widths[site])\n",
         "",
         "a corpus is scored whatever its layers give",
     ),

@@ -17,6 +17,8 @@ from transformers import (
     ConvBertForMaskedLM,
     DogeConfig,
     DogeForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     FNetConfig,
     FNetForMaskedLM,
     Phi3Config,
@@ -451,3 +453,31 @@ def test_ranks_that_were_given_other_documents_are_told(tmp_path):
 def test_a_data_frame_is_no_list_of_documents():
     with pytest.raises(ConfigError, match=r"df\.to_dict"):
         read_documents(pandas.DataFrame({"id": ["a"], "text": ["the whale sang"]}))
+
+
+@pytest.mark.parametrize("site", ["mlp_out.1", "attn_out.1"])
+def test_what_a_layer_adds_in_place_is_in_no_state_of_a_corpus(site, tmp_path):
+    """Falcon's layers add what attention gave to the very tensor that the feed-forward block gave."""
+    torch.manual_seed(0)
+    host = loud(FalconForCausalLM(FalconConfig(**SMALL, num_attention_heads=2, parallel_attn=True)), "weight")
+    pack = make_pack(tmp_path / "pack", host, rule="independent", sites=(site,))
+    manager, tokenizer = DynamicProbeManager(pack, load_threshold=0.0, keep_top_k=0), make_tokenizer()
+    ids, seen = torch.tensor([ids_of(TEXT)]), []
+    layer = host.transformer.h[1]
+    block = layer.mlp if site == "mlp_out.1" else layer.self_attention
+    handle = block.register_forward_hook(
+        lambda module, args, output: seen.append((output[0] if isinstance(output, tuple) else output).clone())
+    )
+    with torch.no_grad(), manager.attach(host) as run:
+        host(ids, use_cache=False)
+    handle.remove()
+    states = seen[0].flatten(0, -2)
+    oracle = manager.score_all(states[1:])
+    [scored] = score_documents(manager, host, tokenizer, read_documents([TEXT]), exhaustive=True)
+    assert (scored.everything - oracle).abs().max() < 2e-5
+    online = run.result(ids).scores
+    assert abs(online.active_scores(1) - oracle[0].numpy()[online.active(1)]).max() < 2e-5
+    collected = manager.collect(host, tokenizer, [{"text": TEXT, "labels": []}], tmp_path / "states")
+    assert (
+        collected.states(site)[torch.arange(len(TEXT))].float() - states[1:]
+    ).abs().max() < 2e-3 * states.abs().max()

@@ -25,15 +25,18 @@ from typing import Any
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host.internals import is_stateful
-from probemon.host.model import find_layers, hidden_size, site_module, unwrap
+from probemon.host.model import adds_stream, find_layers, hidden_size, site_module, unwrap
 from probemon.host.trials import (
     AGAIN,
+    BLOCKS,
     GAP_AS_RUN,
     MORE_AFTER,
     PADDING_AFTER,
     PADDING_BEFORE,
     ROWS,
     WAYS,
+    Kind,
+    blocks_with_stream,
     drops_mask,
     isolated,
     site_shapes,
@@ -57,7 +60,9 @@ class Abilities:
         self._model = unwrap(model)
 
     def check_streams(self, sites: Sequence[Any]) -> None:
-        """Raise `NotSupportedHost` where such layers are known not to give a token one state of the hidden size."""
+        """Raise `NotSupportedHost` where such layers are known not to give a token one state of the hidden size, and
+        where what such a block gives has the residual stream in it.
+        """
         trials = _trials_of(self._model)
         names = [site for site in sites if isinstance(site, str) and not is_recurrent(site)]
         if trials is None or not names:
@@ -68,7 +73,10 @@ class Abilities:
             kind, at = parse_site(site)
             if at >= len(layers):
                 continue
-            key = (kind, type(layers[at]).__name__, type(site_module(layers, site)).__name__)
+            module = site_module(layers, site)
+            key = (kind, type(layers[at]).__name__, type(module).__name__)
+            if kind in BLOCKS and key in trials.blocks_with_stream():
+                raise NotSupportedHost(adds_stream(site, module))
             shape = trials.shapes().get(key, expected)
             if shape != expected:
                 sizes = ", ".join(str(n) if n != trials.width else "D" for n in shape)
@@ -163,7 +171,8 @@ class _Trials:
 
     def __init__(self, kind: type, config: Any) -> None:
         self._distances: dict[str, float | None] = {}
-        self._shapes: dict[tuple[str, str, str], tuple[int, ...]] | None = None
+        self._shapes: dict[Kind, tuple[int, ...]] | None = None
+        self._with_stream: set[Kind] | None = None
         self._drops: bool | None = None
         self._lock = threading.RLock()
         with isolated():
@@ -201,13 +210,21 @@ class _Trials:
                     self._drops = drops_mask(copy.deepcopy(self._model))
             return self._drops
 
-    def shapes(self) -> dict[tuple[str, str, str], tuple[int, ...]]:
+    def shapes(self) -> dict[Kind, tuple[int, ...]]:
         """The shapes that each kind of site gives for two rows, by kind and the classes of layer and module."""
         with self._lock:
             if self._shapes is None:
                 with isolated():
                     self._shapes = site_shapes(copy.deepcopy(self._model))
             return self._shapes
+
+    def blocks_with_stream(self) -> set[Kind]:
+        """The kinds of blocks that give the stream beside what is their own."""
+        with self._lock:
+            if self._with_stream is None:
+                with isolated():
+                    self._with_stream = blocks_with_stream(copy.deepcopy(self._model))
+            return self._with_stream
 
 
 _BY_KIND: dict[tuple[type, str], _Trials | None] = {}

@@ -7,6 +7,7 @@ host_state(model)                      # what changes scores without changing th
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -137,17 +138,22 @@ def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
     layer = layers[at]
     if kind == "resid_post":
         return layer
-    if type(layer).__name__ == "BloomBlock":
-        raise NotSupportedHost(
-            f"site {site!r}: {type(layer).__name__} adds the residual stream inside its blocks, so this output has no"
-            " place of its own"
-        )
     children = dict(layer.named_children())
     for name in _BLOCKS[kind]:
         if name in children:
+            if "residual" in inspect.signature(children[name].forward).parameters:
+                raise NotSupportedHost(adds_stream(site, children[name]))
             return children[name]
     raise NotSupportedHost(
         f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}"
+    )
+
+
+def adds_stream(site: str, block: nn.Module) -> str:
+    """Return what an error says of a block that gives the stream beside what is its own."""
+    return (
+        f"site {site!r}: {type(block).__name__} adds the residual stream to what it gives, so that what it gives itself"
+        f" has no place of its own. Read resid_post.{parse_site(site)[1]}"
     )
 
 

@@ -2,19 +2,19 @@
 
 with isolated():
     distance = try_way(twin, "beams")       # of the largest logit; an exception where the twin cannot be run so
-    site_shapes(twin), drops_mask(twin)
+    site_shapes(twin), drops_mask(twin), blocks_with_stream(twin)
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from probemon.errors import NotSupportedHost
@@ -26,6 +26,8 @@ PADDING_AFTER, MORE_AFTER, AGAIN = "padding after", "more after", "again"
 PADDING_BEFORE, GAP_AS_RUN = "padding before", "gap, as run"
 ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
 NEW = 5
+Kind = tuple[str, str, str]  # of a site: the word, and the classes of layer and module
+BLOCKS = ("attn_out", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -394,30 +396,48 @@ def drops_mask(model: Any) -> bool:
     return all(mask is None for mask in masks)
 
 
-def site_shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:
-    """The shapes that each kind of site gives for two rows, by kind and the classes of layer and module: of a host that
-    needs more than tokens (sound, pictures) those of what ran before it said so, maybe none.
+def site_shapes(model: Any) -> dict[Kind, tuple[int, ...]]:
+    """The shapes that each kind of site gives for two rows: of a host that needs more than tokens (sound, pictures)
+    those of what ran before it said so, maybe none.
     """
-    _, layers = find_layers(model)
-    shapes: dict[tuple[str, str, str], tuple[int, ...]] = {}
+    return {kind: tuple(hidden.shape) for kind, hidden in _given(model, ("resid_post", *BLOCKS)).items()}
 
-    def noting(key: tuple[str, str, str]) -> Callable[..., None]:
+
+def blocks_with_stream(model: Any) -> set[Kind]:
+    """The kinds of blocks that give the stream, too: with weights of zero they give something. Changes the weights."""
+    for _, _, block in _modules(model, BLOCKS):
+        for name, parameter in block.named_parameters():
+            # Norms scale by one still: what they stand behind is zero, or the stream.
+            parameter.fill_(float(parameter.dim() == 1 and name.endswith("weight")))
+    given = _given(model, BLOCKS)
+    return {kind for kind, hidden in given.items() if hidden.is_floating_point() and float(hidden.abs().max()) > 0}
+
+
+def _modules(model: Any, words: Iterable[str]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """The sites of the layers: word, layer and module."""
+    _, layers = find_layers(model)
+    for at, layer in enumerate(layers):
+        for word in words:
+            with suppress(NotSupportedHost):
+                yield word, layer, site_module(layers, f"{word}.{at}")
+
+
+def _given(model: Any, words: Iterable[str]) -> dict[Kind, Tensor]:
+    """What each kind of site gives for two rows, as it was when it was given."""
+    given: dict[Kind, Tensor] = {}
+
+    def noting(kind: Kind) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, (tuple, list)) else output
             if isinstance(hidden, Tensor):
-                shapes[key] = tuple(hidden.shape)
+                given[kind] = hidden.clone()
 
         return hook
 
-    handles = []
-    for at, layer in enumerate(layers):
-        for kind in ("resid_post", "attn_out", "mlp_out"):
-            try:
-                module = site_module(layers, f"{kind}.{at}")
-            except NotSupportedHost:
-                continue
-            key = (kind, type(layer).__name__, type(module).__name__)
-            handles.append(module.register_forward_hook(noting(key)))
+    handles = [
+        module.register_forward_hook(noting((word, type(layer).__name__, type(module).__name__)))
+        for word, layer, module in _modules(model, words)
+    ]
     try:
         model(**_inputs(model, torch.tensor(ROWS)), use_cache=False)
     except Exception:  # of every kind: it is of a foreign forward, which was not written for tokens alone
@@ -425,4 +445,4 @@ def site_shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:
     finally:
         for handle in handles:
             handle.remove()
-    return shapes
+    return given

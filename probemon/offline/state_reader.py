@@ -72,8 +72,8 @@ class StateReader:
     `so_far`: what is made of the states tells of all tokens so far, as those of `ssm_state.N` do in any case. Documents
     of more than one window are then left out: behind the first nothing would be known of what came before.
 
-    Raises `NotSupportedHost` where the host has an encoder, or its answers depend on what it read before, `ConfigError`
-    where it is training.
+    Raises `NotSupportedHost` where the host has an encoder, its answers depend on what it read before, or a site is not
+    what its name says, `ConfigError` where it is training.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class StateReader:
         self.model, self.host = model, host
         # Where padding gets into a row, or its length into others, only rows of one length share a batch.
         abilities = Abilities(host)
+        abilities.check_streams(self.sites)
         abilities.check_again(self.window.n_tokens)
         self._padded, self._looks_ahead = (
             abilities.takes_padding(self.window.n_tokens),

@@ -19,6 +19,7 @@ from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host import abilities
+from probemon.host.model import find_layers, is_encoder_decoder, site_module
 from probemon.host.twin import own_randomness, shrunken, twin
 from probemon.offline.state_reader import StateReader
 from probemon.offline.windows import Reading
@@ -159,6 +160,68 @@ def test_streams_that_do_not_fit_are_refused_when_attached(name, tmp_path):
     ):
         manager.attach(model)
     assert n_hooks(model) == before
+
+
+# Of decoders, and of encoders alone: these add the stream inside of what they call their attention.
+WITH_STREAM = [
+    "bloom",
+    "bert",
+    "roberta",
+    "roberta-prelayernorm",
+    "big_bird",
+    "git",
+    "xlm-roberta-xl",
+    "MPNet",
+    "ConvBert",
+]
+WITHOUT = [
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "falcon",
+    "phi",
+    "gemma3_text",
+    "olmo2",
+    "mixtral",
+    "jamba",
+    "bart",
+    "DistilBert",
+]
+
+
+def any_host(name):
+    if name in architectures.architectures():
+        return host_of(name)
+    config = shrunken(getattr(transformers, f"{name}Config")())
+    return getattr(transformers, f"{name}ForMaskedLM")(config).eval()
+
+
+@pytest.mark.parametrize("name", [*WITH_STREAM, *WITHOUT])
+def test_what_a_block_gives_is_read_only_where_the_stream_is_not_in_it(name):
+    """With matrices and biases of zero it gives zeros, or is refused, online and in corpora."""
+    host, given = any_host(name), {}
+    _, layers = find_layers(host)
+    for site in (f"{kind}.{at}" for kind in ("attn_out", "mlp_out") for at in range(len(layers))):
+        try:
+            abilities.Abilities(host).check_streams([site])
+        except NotSupportedHost as refusal:
+            assert "has none of" in str(refusal) or (name in WITH_STREAM and "adds the residual stream" in str(refusal))
+            with pytest.raises(NotSupportedHost):
+                StateReader(host, make_tokenizer(), [site], Reading())
+            continue
+        block = site_module(layers, site)
+        block.register_forward_hook(
+            lambda module, args, out, site=site: given.update({site: (out[0] if isinstance(out, tuple) else out) * 1})
+        )
+        with torch.no_grad():
+            for parameter_name, parameter in block.named_parameters():
+                if parameter.dim() > 1 or parameter_name.endswith("bias"):
+                    parameter.zero_()
+    ids = torch.tensor([[1, 44, 3, 17]])
+    with torch.no_grad():
+        host(**({"decoder_input_ids": ids} if is_encoder_decoder(host) else {}), input_ids=ids)
+    assert not any(hidden.any() for hidden in given.values())
+    assert any(site.startswith("attn_out") for site in given) is (name in WITHOUT)
 
 
 def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatch):

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+import architectures
 from arrangements import tokenizer
+from conftest import OLDEST
 from probemon.errors import ConfigError, HostMismatch, NotSupportedDecoding, NotSupportedHost
 from probemon.models.ltm import (
     LtmConfig,
@@ -270,7 +272,7 @@ def test_what_it_cannot_do_is_refused_by_name(model, ids):
     used = DynamicCache(config=model.config)
     for layer in used.layers:
         layer.update(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8))
-    with pytest.raises(NotSupportedDecoding, match="was not given"):
+    with pytest.raises(NotSupportedDecoding, match="not all were given"):
         memory_layer(used, 0)
     with pytest.raises(NotSupportedDecoding, match="a row has one memory"):
         model.generate_batch(ids.tolist(), max_new_tokens=2)
@@ -319,11 +321,79 @@ def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in host.modules()] == hooks
 
 
+OTHER_HOSTS = [  # architecture, layer, what its refusal says; "" where the memory is that of one forward
+    ("gpt_neox", 0, ""),  # which calls the cache of a layer its past
+    ("gpt_neox_japanese", 1, ""),
+    ("phi", 1, ""),
+    ("gemma2", 1, ""),
+    ("falcon_h1", 0, ""),
+    ("jamba", 1, ""),
+    ("recurrent_gemma", 2, ""),  # which gives it without a name
+    ("jamba", 0, "keep keys"),
+    ("mamba", 0, "keep keys"),
+    ("mamba2", 1, "keep keys"),
+    ("falcon_mamba", 0, "keep keys"),
+    ("recurrent_gemma", 0, "keep keys"),
+    ("minimax", 1, "keeps nothing of its tokens"),
+    ("gemma3n_text", 0, "one stream"),
+    ("hy_v4", 1, "one stream"),
+    ("prophetnet", 0, "one stream"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(OLDEST, reason="transformers 5.0 has other caches")
+@pytest.mark.parametrize(("name", "layer", "refusal"), OTHER_HOSTS)
+def test_attached_memory_is_that_of_one_forward_or_refused(name, layer, refusal):
+    host = architectures.build(name, "causal").eval()
+    prompt = torch.tensor([[1, 44, 3, 17, 8, 9, 21, 5]])
+    with attach_memory(host, layer, slots=6, segment=4) as attached:
+        torch.manual_seed(1)
+        torch.nn.init.normal_(attached.memory.output.weight)
+        if refusal:
+            with pytest.raises((NotSupportedHost, NotSupportedDecoding), match=refusal):
+                host.generate(prompt, **PLAIN)
+            return
+        out = host.generate(prompt, **PLAIN, return_dict_in_generate=True, output_logits=True)
+        expected = whole(host, out.sequences[:, :-1])[:, 7:]
+        assert (torch.stack(out.logits, dim=1) - expected).abs().max() < 1e-3 * expected.abs().max()
+        assert attached.get_memory_stats()["memories"][0]["n_tokens"] == 27
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_a_cache_that_does_not_come_to_the_layer_is_an_error(ids, return_dict):
+    host = llama()
+    host.model.layers[1].register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "past_key_values": None}), with_kwargs=True
+    )
+    with attach_memory(host, 1):
+        with pytest.raises(NotSupportedHost, match=r"gives layer 1 none.*use_cache=False"):
+            host.model(ids, use_cache=True, return_dict=return_dict)
+        host.model(ids, use_cache=False, return_dict=return_dict)
+        host(ids, use_cache=False, output_hidden_states=True, output_attentions=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_attached_memory_is_the_same_where_layers_are_run_again(ids):
+    host = llama().train()
+    with attach_memory(host, 1, slots=5, segment=6) as attached:
+        torch.nn.init.normal_(attached.memory.output.weight)
+        expected = whole(host, ids)
+        host.gradient_checkpointing_enable()
+        logits = host(ids, past_key_values=DynamicCache(config=host.config)).logits  # the layers put it aside
+        assert (logits - expected).abs().max() < CLOSE
+
+
 def test_attached_memory_refuses_what_it_cannot_remember(ids):
     host = llama()
     _, cache = in_pieces(host, ids, [20])
-    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="was not given"):
+    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="not all were given"):
         host(ids[:, 20:], past_key_values=cache)
+    with attach_memory(host, 1):
+        _, cache = in_pieces(host, ids, [20])
+    host(ids[:, 20:22], past_key_values=cache)
+    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="not all were given"):
+        host(ids[:, 22:], past_key_values=cache)
     with pytest.raises(ConfigError, match="layer"):
         attach_memory(host, 3)
     with attach_memory(host, 1), pytest.raises(ConfigError, match="has a memory already"):

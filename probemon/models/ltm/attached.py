@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from probemon.core.checks import check_count
 from probemon.core.shadow import shadow
 from probemon.errors import ConfigError, NotSupportedDecoding, NotSupportedHost
-from probemon.models.ltm.cache import NO_BATCHES, memory_layer, padding_before
+from probemon.models.ltm.cache import (
+    NO_BATCHES,
+    cache_among,
+    check_known,
+    gives_cache,
+    memory_layer,
+    padding_before,
+)
 from probemon.models.ltm.config import MemoryShape
 from probemon.models.ltm.memory import SlotMemory
 from probemon.models.ltm.model import LtmModel
@@ -60,10 +67,12 @@ class AttachedMemory:
         self.memory = SlotMemory(shape, zero=True).to(weight.device, weight.dtype).eval()
         self._state: MemoryState | None = None
         self._decoder_arguments: dict[str, Any] = {}
+        self._without_cache = False  # so the layer ran in this forward
         self._stack, self.open = ExitStack(), False
         with ExitStack() as stack:
             stack.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(layers[self.number].register_forward_hook(self._after, with_kwargs=True).remove)
+            stack.callback(decoder.register_forward_hook(self._end, with_kwargs=True).remove)
             if hasattr(model, "init_continuous_batching"):  # whose own thread would keep our errors to itself
                 shadow(stack, self, model, "init_continuous_batching", _refuse_batches)
             self._stack = stack.pop_all()
@@ -97,13 +106,16 @@ class AttachedMemory:
                 f"an attention mask {type(mask).__name__} of no two dimensions is not supported by a memory: give"
                 " [rows, columns], 0 for padding before a row"
             )
-        self._decoder_arguments = {"ids": ids, "mask": mask}
+        given = ids if ids is not None else kwargs.get("inputs_embeds")
+        shape = None if given is None else tuple(given.shape[:2])
+        self._decoder_arguments = {"ids": ids, "mask": mask, "shape": shape}
+        self._without_cache = False
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
+        self._check_stream(module, hidden)
         b, t, _ = hidden.shape
-        cache = kwargs.get("past_key_values")
-        layer = None if cache is None else memory_layer(cache, self.number, n_new=t)
+        layer = self._layer_of_cache(module, cache_among([*args, *kwargs.values()]), t)
         mask, ids = self._decoder_arguments.get("mask"), self._decoder_arguments.get("ids")
         n_past = 0 if layer is None else layer.get_seq_length() - t
         padding = padding_before(mask, None if layer is None else layer.padding, b, n_past, t, hidden.device)
@@ -115,6 +127,40 @@ class AttachedMemory:
                 self._state = remembered.state
         changed = hidden + remembered.update
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Refuse a forward whose cache did not come to the layer: the memory would begin anew in the next one."""
+        if self._without_cache and (cache_among([*args, *kwargs.values()]) is not None or gives_cache(output)):
+            raise NotSupportedHost(
+                f"{type(module).__name__} keeps a cache, and gives layer {self.number} none: a memory there would begin"
+                " anew in every forward. Give use_cache=False, or put it on another host"
+            )
+
+    def _check_stream(self, module: nn.Module, hidden: Any) -> None:
+        width, expected = self.memory.shape.hidden_size, self._decoder_arguments.get("shape")
+        shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else ()
+        if len(shape) != 3 or shape[2] != width or (expected is not None and shape[:2] != expected):
+            rows = "rows, tokens" if expected is None else ", ".join(map(str, expected))
+            raise NotSupportedHost(
+                f"{type(module).__name__} gives {list(shape) or type(hidden).__name__}, expected [{rows}, {width}]: a"
+                " memory is put on layers that hand on one stream of hidden states"
+            )
+
+    def _layer_of_cache(self, module: nn.Module, cache: Any, n_new: int) -> Any:
+        """The layer of the cache that keeps the memory, which holds `n_new` tokens of this forward; None without."""
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            return None  # it leaves the cache alone: a layer that runs again would write again
+        if cache is None:
+            self._without_cache = True
+            return None
+        layer = memory_layer(cache, self.number, n_new=n_new)
+        if layer.get_seq_length() < n_new:
+            raise NotSupportedHost(
+                f"{type(module).__name__} keeps nothing of its tokens at layer {self.number} of the cache, where a"
+                " memory lies. Name another layer, or give use_cache=False"
+            )
+        check_known(layer, layer.get_seq_length() - n_new)
+        return layer
 
 
 def _refuse_batches(original: Any, *args: Any, **kwargs: Any) -> NoReturn:

@@ -10,11 +10,12 @@ Beams, repeated and chosen rows move both; a cache that is passed on to the next
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from probemon.errors import NotSupportedDecoding
 from probemon.models.ltm.state import MemoryState
@@ -106,15 +107,37 @@ def memory_layer(cache: Any, number: int, *, n_new: int = 0) -> Any:
     if not isinstance(layer, DynamicLayer) or type(layer).__name__.startswith(("Quantized", "Quanto", "HQQ", "Fp8")):
         raise NotSupportedDecoding(
             f"layer {number} of a {type(cache).__name__} is {type(layer).__name__}: a memory lies in the layers of a"
-            " DynamicCache. Leave cache_implementation out"
+            " DynamicCache that keep keys. Leave cache_implementation out; where the host keeps a state instead, name"
+            " another layer or give use_cache=False"
         )
-    if layer.get_seq_length() > n_new:
-        raise NotSupportedDecoding(
-            f"the cache holds {layer.get_seq_length()} tokens that this memory was not given, so what it would hold is"
-            " unknown: begin with a new cache"
-        )
+    check_known(layer, layer.get_seq_length() - n_new)
     layer.__class__ = _with_memory(type(layer))
     return layer
+
+
+def check_known(layer: Any, n_past: int) -> None:
+    """Raise `NotSupportedDecoding` unless the memory that a layer of a cache keeps was given all `n_past` columns."""
+    memory = getattr(layer, "memory", None)
+    if n_past > 0 if memory is None else bool((memory.n + layer.padding != n_past).any()):
+        raise NotSupportedDecoding(
+            f"the cache holds {n_past} tokens, and not all were given to this memory, so what it would hold is unknown:"
+            " begin with a new cache"
+        )
+
+
+def cache_among(values: Iterable[Any]) -> Any:
+    """Return the cache among the arguments of a call, whatever name it has there; None without any."""
+    return next((value for value in values if isinstance(value, Cache)), None)
+
+
+def gives_cache(output: Any) -> bool:
+    """Whether what a decoder returned has a cache in it, of whatever kind: something that is more than tensors."""
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return not all(part is None or _of_tensors(part) for part in parts)
+
+
+def _of_tensors(part: Any) -> bool:
+    return all(one is None or isinstance(one, Tensor) for one in (part if isinstance(part, (tuple, list)) else [part]))
 
 
 def memory_of(cache: Any) -> dict[int, MemoryState]:

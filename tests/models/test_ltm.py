@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -319,6 +320,26 @@ def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace
     assert "init_continuous_batching" not in vars(host)
     assert all(torch.equal(value, before[name]) for name, value in host.state_dict().items())
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in host.modules()] == hooks
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_row_of_the_statistics_is_one_of_the_newest_forward_and_a_text_alone_has_its_own(ids, attach):
+    """As docs/memory-hosts.md has it: of beams and of a row that ended early, too."""
+    host = llama() if attach else make()
+    prompt, greedy = ids[:2, :20], {**PLAIN, "eos_token_id": None}
+    end = 1 + next(at for at in range(22, 30) if host.generate(prompt, **greedy)[0, at] not in ids[:2, :20])
+    eos = int(host.generate(prompt, **greedy)[0, end - 1])
+    with ExitStack() as stack:
+        shown = stack.enter_context(attach_memory(host, 1, slots=5, segment=6)) if attach else host
+        beams = host.generate(prompt, **greedy, num_beams=3)
+        assert {one["row"] for one in shown.get_memory_stats()["memories"]} == set(range(6))
+        early = host.generate(prompt, **{**greedy, "eos_token_id": eos})
+        assert early.shape[1] > end and int(early[0, end - 1]) == eos  # padding follows
+        for text in (beams[0], beams[1], early[0, :end]):
+            host(text[None], use_cache=True)
+            for one in shown.get_memory_stats()["memories"]:
+                assert (one["row"], one["n_tokens"]) == (0, len(text)) and one["provenance"]
+                assert all(int(text[slot["position"]]) == slot["token"] for slot in one["provenance"])
 
 
 OTHER_HOSTS = [  # architecture, layer, what its refusal says; "" where the memory is that of one forward

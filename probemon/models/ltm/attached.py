@@ -93,7 +93,9 @@ class AttachedMemory:
         self.detach()
 
     def get_memory_stats(self) -> dict[str, Any]:
-        """Return what the memory holds and how it is read, after the newest forward with a cache."""
+        """Return what the memory holds and how it is read, after the newest forward with a cache, by row of it: see
+        `LtmForCausalLM.get_memory_stats`.
+        """
         return stats_of({} if self._state is None else {self.number: self._state}, {self.number: self.memory})
 
     # -- hooks -----------------------------------------------------------------------------------

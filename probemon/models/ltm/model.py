@@ -302,7 +302,8 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         """Return what the memory holds and how it is read, of a cache or after the newest forward.
 
         `utilization` and every metric of docs/memory-hosts.md as means over rows and layers, and under `memories` each
-        row of each layer. Raises `ConfigError` where there is none yet.
+        row of each layer. A `row` is one of that forward: after `generate` with beams a hypothesis, and where a text
+        ended early, the text with the padding that it went on with. Raises `ConfigError` where there is none yet.
         """
         states = self.model.newest if past_key_values is None else memory_of(past_key_values)
         return stats_of(states, self.memories)

@@ -2,10 +2,12 @@
 
 needs_its_wrapper(model, host)     # whether its decoder alone would run without an adapter that is on
 OWN[decoder]                       # the adapters of probemon.bem that are on it
+memories_on(host)                  # the memories that attach_memory put on it
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,7 +31,7 @@ class Own(Protocol):
         """Its tensors by name."""
 
 
-OWN_NAME = "bem"
+OWN_NAME, MEMORY_NAME = "bem", "memory"
 KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of them, on a host or off
 # Those on a host, by its decoder. Several may be, of which one steers.
 OWN: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -41,6 +43,13 @@ def own_of(host: Any) -> Own | None:
         return None
     adapters = (own for module in host.modules() for own in OWN.get(module, ()))
     return next((own for own in adapters if own.enabled), None)
+
+
+def memories_on(model: Any) -> list[Any]:
+    """The memories that were attached to a host and may add to its states, in the order in which they run."""
+    ltm = sys.modules.get("probemon.models.ltm.attached")
+    # Where that was never imported, there are none; importing it would make its host known to transformers.
+    return [] if ltm is None else [one for one in ltm.attached_memories(model) if not one.memory.closed]
 
 
 def needs_its_wrapper(model: Any, host: Any) -> bool:

@@ -8,14 +8,13 @@ marks.now().differs(mark)            # whether it is another than it was; a frac
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from probemon.core.scores import HostState
-from probemon.host.adapters import own_of
+from probemon.host.adapters import memories_on, own_of
 from probemon.host.internals import Members, adapter_switches, switches_adapters, write_marks
 from probemon.host.model import host_state
 
@@ -68,7 +67,5 @@ class HostMarks:
 
 def _beside(model: Any) -> list[Any]:
     """Return what is put on a host without being a module of it: the adapter that steers, and memories."""
-    own, memories = own_of(model), sys.modules.get("probemon.models.ltm.attached")
-    # Where that was never imported, there are none; importing it would make its host known to transformers.
-    attached = [] if memories is None else [one.memory for one in memories.attached_memories(model)]
-    return attached if own is None else [*attached, own]
+    own, memories = own_of(model), [one.memory for one in memories_on(model)]
+    return memories if own is None else [*memories, own]

@@ -1,7 +1,8 @@
 """Fingerprints: names for the weights of a host, and for those of the adapters on it.
 
 fingerprint(model)                 # 'bf16-samples:3f1c...', for an fp32 and a bf16 load; adapters do not count
-adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
+adapters_fingerprint(model, host)  # 'adapters:5d0b...', of every value; "" without any
+active_adapters_fingerprint(model, host_state(model).adapters)   # 'adapter-samples:c81e...', "" without any
 weights_fingerprint(model)         # 'weights:90c2...', of every value
 config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 tokenizer_fingerprint(tokenizer)   # '7be1...', of all that a text's tokens depend on
@@ -11,15 +12,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from probemon.host.adapters import KNOWN, OWN_NAME, own_of
-from probemon.host.internals import is_wrapping_tensor, uncompiled, without_wrappers, wrapped_by_adapter
-from probemon.host.model import text_config, weights_in_memory
+from probemon.host.adapters import KNOWN, MEMORY_NAME, OWN_NAME, memories_on, own_of, xlora_of
+from probemon.host.internals import (
+    is_wrapping_tensor,
+    uncompiled,
+    without_wrappers,
+    wrapped_by_adapter,
+    xlora_classifier,
+)
+from probemon.host.model import text_config, unwrap, weights_in_memory
 
 _SAMPLES = 16
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
@@ -59,7 +66,7 @@ def weights_fingerprint(model: Any) -> str:
         if module in adapters:
             continue
         with weights_in_memory(module):
-            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            for name, tensor in _own_tensors(module):
                 digest.update(without_wrappers(f"{prefix}.{name}").encode())
                 digest.update(_bytes(tensor))
     return f"weights:{digest.hexdigest()[:32]}"
@@ -72,13 +79,12 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
             continue
         with weights_in_memory(module):
             for name, parameter in module.named_parameters(recurse=False):
-                flat = _flat(parameter)
-                sample = (
-                    flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
-                    .to(device="cpu", dtype=torch.bfloat16)
-                    .contiguous()
-                )
-                yield without_wrappers(f"{prefix}.{name}"), tuple(parameter.shape), sample
+                yield without_wrappers(f"{prefix}.{name}"), tuple(parameter.shape), _sample(parameter)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = _flat(tensor)
+    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
 
 
 def _of_adapters(model: nn.Module) -> set[nn.Module]:
@@ -141,33 +147,84 @@ def adapters_fingerprint(model: Any, host: Any) -> str:
 
     Every value counts, unlike in a fingerprint: an adapter that was trained a little longer is another one.
     """
-    parts = sorted({name: hashlib.sha256(what).hexdigest() for name, what in _parts(model, host)}.items())
-    return f"adapters:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}" if parts else ""
+    return _name_of_adapters("adapters", _parts(model, host, _bytes))
 
 
-def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
-    """All that adapters are, by name."""
+def active_adapters_fingerprint(model: Any, active: Collection[str]) -> str:
+    """A name for the weights and settings of the adapters on a host that are `active`, as its `HostState` names them.
+
+    Samples of them as bf16, as in `fingerprint`: it is the same in whatever dtype they are loaded, and whatever else is
+    switched off beside them.
+    """
+    if not active:
+        return ""
+    host = unwrap(model)
+    parts = [(without_wrappers(name), part) for name, part in _parts(host, host, _sample_bytes, active)]
+    mixed = xlora_of(host)
+    if mixed is not None:  # it decides outside of the host
+        decides = xlora_classifier(mixed[0]).named_parameters()
+        parts += [(f"xlora {name}", _sample_bytes(tensor)) for name, tensor in decides]
+    return _name_of_adapters("adapter-samples", parts)
+
+
+def _name_of_adapters(kind: str, parts: Iterable[tuple[str, bytes]]) -> str:
+    hashed = sorted({name: hashlib.sha256(what).hexdigest() for name, what in parts}.items())
+    return f"{kind}:{hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:32]}" if hashed else ""
+
+
+def _parts(
+    model: Any, host: Any, read: Callable[[Tensor], bytes], active: Collection[str] | None = None
+) -> Iterator[tuple[str, bytes]]:
+    """All that adapters are, or those of PEFT's that are `active`, by name."""
     own, inside, adapters = own_of(host), set(host.modules()), _of_adapters(host)
     # X-LoRA decides outside of its host; a routed adapter counts where it steers, in whatever it is kept.
     inside |= {part for module in model.modules() if module in KNOWN for part in module.modules()}
     around = [(name, module) for name, module in model.named_modules() if module not in inside]
+    others = set[tuple[nn.Module, str]]() if active is None else _of_others(adapters, active)
     for prefix, module in [*host.named_modules(), *around]:
         with weights_in_memory(module):
-            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                if module not in inside or module in adapters:
-                    yield f"{prefix}.{name}", _bytes(tensor)
+            for name, tensor in _own_tensors(module):
+                if (module not in inside or module in adapters) and (module, name) not in others:
+                    yield f"{prefix}.{name}", read(tensor)
         if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
-            scales = {str(adapter): float(scale) for adapter, scale in module.scaling.items()}
-            yield f"{prefix}.scaling", json.dumps(scales, sort_keys=True).encode()
+            known = (adapter for adapter in module.scaling if active is None or adapter in active)
+            scales = {str(adapter): float(module.scaling[adapter]) for adapter in known}
+            if scales:
+                yield f"{prefix}.scaling", json.dumps(scales, sort_keys=True).encode()
     for adapter, config in getattr(uncompiled(model), "peft_config", {}).items():
-        if getattr(config, "alora_invocation_tokens", None) is not None:
+        if getattr(config, "alora_invocation_tokens", None) is not None and (active is None or adapter in active):
             yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()
-    if own is not None:
-        yield f"{OWN_NAME} settings", json.dumps(own.settings(), sort_keys=True).encode()
-        for name, tensor in own.state_dict().items():
-            yield f"{OWN_NAME} {name}", _bytes(tensor)
+    ours = {} if own is None else {OWN_NAME: (own.settings(), own.state_dict())}
+    ours |= {f"{MEMORY_NAME} {one.number}": (one.settings(), one.memory.state_dict()) for one in memories_on(host)}
+    for name, (settings, tensors) in ours.items():
+        yield f"{name} settings", json.dumps(settings, sort_keys=True).encode()
+        for part, tensor in tensors.items():
+            yield f"{name} {part}", read(tensor)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _of_others(adapters: Collection[nn.Module], active: Collection[str]) -> set[tuple[nn.Module, str]]:
+    """Return the tensors of adapters that are not active: PEFT's layers keep each adapter's under its name."""
+    others = set[tuple[nn.Module, str]]()
+    for layer in (module for module in adapters if wrapped_by_adapter(module) is not None):
+        for kept in layer.children():
+            if kept in adapters and isinstance(kept, nn.ModuleDict):
+                off = (module for name, module in kept.items() if name not in active)
+                parts = (part for module in off for part in module.modules())
+                others |= {(part, name) for part in parts for name, _ in _own_tensors(part)}
+            elif kept in adapters and hasattr(type(kept), "keys"):  # torch's dict of parameters, PEFT's of buffers
+                others |= {(kept, name) for name, _ in _own_tensors(kept) if name not in active}
+    return others
 
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = _flat(tensor).contiguous().view(torch.uint8).cpu()
     return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + flat.numpy().tobytes()
+
+
+def _sample_bytes(tensor: Tensor) -> bytes:
+    return f"{tuple(tensor.shape)} ".encode() + _sample(tensor).view(torch.uint8).numpy().tobytes()

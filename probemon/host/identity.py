@@ -10,7 +10,12 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from probemon.host.fingerprint import config_fingerprint, fingerprint, tokenizer_fingerprint
+from probemon.host.fingerprint import (
+    active_adapters_fingerprint,
+    config_fingerprint,
+    fingerprint,
+    tokenizer_fingerprint,
+)
 from probemon.host.model import host_state
 
 _WORDS = {
@@ -19,13 +24,15 @@ _WORDS = {
     "dtype": "its dtype was {}, now {}",
     "quantisation": "its quantisation was {}, now {}",
     "adapters": "its adapters were {}, now {}",
+    "adapter_weights": "the weights of its adapters were {}, now {}",
     "tokenizer": "the tokenizer was {}, now {}",
     "chat_template": "the chat template was {}, now {}",
 }
 
 
 def host_identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
-    """Return what a host is, by what may change of it. Without a tokenizer nothing is said of one.
+    """Return what a host is, by what may change of it. Without a tokenizer nothing is said of one, and without adapters
+    nothing of their weights.
 
     Milliseconds: weights are named by samples of them, as in `fingerprint`. Where they lie, and on how many devices, is
     not of it.
@@ -40,6 +47,8 @@ def host_identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
         "quantisation": state.quantisation,
         "adapters": adapters,
     }
+    if adapter_weights := active_adapters_fingerprint(model, state.adapters):
+        identity["adapter_weights"] = adapter_weights
     if tokenizer is not None:
         template = str(getattr(tokenizer, "chat_template", None) or "")
         identity["tokenizer"] = tokenizer_fingerprint(tokenizer)

@@ -36,6 +36,7 @@ from probemon.errors import ConfigError, HostMismatch, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.fingerprint import adapters_fingerprint, fingerprint
 from probemon.host.model import longest_input, unwrap
+from probemon.models.ltm import attach_memory
 from probemon.offline.analysis_folder import Analysis
 from probemon.offline.corpus import CorpusScorer, score_documents
 from probemon.offline.documents import read_documents
@@ -343,13 +344,13 @@ class Killed(Exception):
     pass
 
 
-def begun(manager, model, out, texts):
+def begun(manager, model, out, texts, **how):
     def kill(n_documents, n_tokens):
         if (out / "shards" / "00000.json").exists():
             raise Killed
 
     with pytest.raises(Killed):
-        manager.analyze(model, make_tokenizer(), texts, out=out, floor=0.0, progress=kill)
+        manager.analyze(model, make_tokenizer(), texts, out=out, floor=0.0, progress=kill, **how)
 
 
 def steered(seed):
@@ -360,6 +361,16 @@ def steered(seed):
         for parameter in bem.updates.parameters():
             parameter.normal_(std=0.5)
     return model, bem
+
+
+def remembering(seed):
+    model = make_model()
+    attached = attach_memory(model, layer=0, slots=4, segment=3)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in attached.memory.parameters():
+            parameter.normal_()
+    return model, attached
 
 
 def test_an_analysis_is_not_gone_on_with_under_another_adapter(tmp_path):
@@ -374,28 +385,40 @@ def test_an_analysis_is_not_gone_on_with_under_another_adapter(tmp_path):
     assert manager.analyze(lora(1), make_tokenizer(), texts, out=tmp_path / "lora", floor=0.0, resume=True).manifest[
         "complete"
     ]
-    model, bem = steered(1)
-    with bem:
-        begun(manager, model, tmp_path / "bem", texts)
+
+
+OURS = {"bem": steered, "memory": remembering}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_analysis_is_not_gone_on_with_under_another_adapter_of_ours(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("probemon.offline.windows.SHARD_DOCUMENTS", 5)
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent"))
+    texts, put_on, out = random_texts(15, longest=12), OURS[name], tmp_path / "out"
+    how = {"floor": 0.0, "reading": Reading(batch_rows=1)}  # a memory takes no padding after a row
+    model, ours = put_on(1)
+    with ours:
+        begun(manager, model, out, texts, reading=how["reading"])
     with pytest.raises(ConfigError, match="host"):
-        manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True)
-    other, others = steered(2)
+        manager.analyze(model, make_tokenizer(), texts, out=out, resume=True, **how)
+    other, others = put_on(2)
     with others, pytest.raises(ConfigError, match="host"):
-        manager.analyze(other, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True)
-    with bem:
-        assert manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True).manifest[
-            "complete"
-        ]
+        manager.analyze(other, make_tokenizer(), texts, out=out, resume=True, **how)
+    same, again = put_on(1)
+    with again:
+        assert manager.analyze(same, make_tokenizer(), texts, out=out, resume=True, **how).complete
 
 
-def test_a_steered_host_is_told_apart_online(tmp_path):
+@pytest.mark.parametrize("name", OURS)
+def test_a_host_with_an_adapter_of_ours_is_told_apart_online(name, tmp_path):
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
-    model, bem = steered(1)
-    with bem, pytest.raises(HostMismatch, match="bem"):
-        manager.attach(model, strict=True)
-    with bem, pytest.warns(UserWarning, match=r"adapters \['bem'\] are active"), manager.attach(model) as run:
-        out = model.generate(torch.tensor([ids_of(TEXT)]), max_new_tokens=2, do_sample=False)
-    assert run.result(out).host.adapters == ("bem",)
+    model, ours = OURS[name](1)
+    with ours:
+        with pytest.raises(HostMismatch, match=name):
+            manager.attach(model, strict=True)
+        with pytest.warns(UserWarning, match=rf"adapters \['{name}'\] are active"), manager.attach(model) as run:
+            out = model.generate(torch.tensor([ids_of(TEXT)]), max_new_tokens=2, do_sample=False)
+    assert run.result(out).host.adapters == (name,)
     with manager.attach(model, strict=True):
         pass
 

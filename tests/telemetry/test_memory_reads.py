@@ -162,6 +162,7 @@ def test_events_and_streams_say_what_the_result_says(model, manager):
     assert any(one.token for event in streamed for one in event.reading)
 
 
+@pytest.mark.filterwarnings("ignore:adapters .'memory'. are active:UserWarning")
 def test_attached_memories_are_read_too(manager, padded, tmp_path):
     host = make_model(3).eval()
     watch = DynamicProbeManager(make_pack(tmp_path / "pack", host), keep_top_k=6)

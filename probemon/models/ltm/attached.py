@@ -13,6 +13,7 @@ ends no trace is left.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -97,6 +98,10 @@ class AttachedMemory:
         `LtmForCausalLM.get_memory_stats`.
         """
         return stats_of({} if self._state is None else {self.number: self._state}, {self.number: self.memory})
+
+    def settings(self) -> dict[str, Any]:
+        """What the host's states depend on beside the memory's tensors, in values that JSON has."""
+        return {"layer": self.number, **asdict(self.memory.shape)}
 
     # -- hooks -----------------------------------------------------------------------------------
 

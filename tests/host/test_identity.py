@@ -1,0 +1,72 @@
+"""Whether a host is what it was: weights, settings, and what is on it beside, by value and not by name."""
+
+import peft
+import pytest
+import torch
+
+from conftest import make_model
+from probemon.bem import BemConfig, attach_bem
+from probemon.host.identity import changed, host_identity
+from probemon.host.model import unwrap
+from probemon.models.ltm import attach_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def filled(parameters, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def lora(seed):
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).eval()
+    filled([p for p in model.parameters() if p.requires_grad], seed)
+    return model, model
+
+
+def bem(seed):
+    model = make_model()
+    on = attach_bem(model, BemConfig(rank=2, sites=("o",)))
+    filled(on.parameters(), seed)
+    return model, on
+
+
+def memory(seed):
+    model = make_model()
+    on = attach_memory(model, layer=0, slots=4, segment=3)
+    filled(on.memory.parameters(), seed)
+    return model, on
+
+
+@pytest.mark.parametrize("put_on", [lora, bem, memory])
+def test_another_adapter_of_the_same_name_is_another_host(put_on):
+    (first, _on), (same, _same), (other, _other) = put_on(1), put_on(1), put_on(2)
+    assert host_identity(first) == host_identity(same)
+    [difference] = changed(host_identity(first), host_identity(other))
+    assert difference.startswith("the weights of its adapters were adapter-samples:")
+    [adapters] = changed(host_identity(make_model()), host_identity(first))
+    assert adapters.startswith("its adapters were none, now ")
+
+
+def test_adapters_that_are_off_and_another_dtype_do_not_count():
+    model, _ = lora(1)
+    before = host_identity(model)
+    assert host_identity(unwrap(model)) == before
+    model.add_adapter("beside", peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    assert host_identity(model) == before
+    half = host_identity(model.to(torch.bfloat16))
+    assert changed(before, half) == ["its dtype was float32, now bfloat16"]
+    model.set_adapter("beside")
+    assert host_identity(model)["adapter_weights"] != before["adapter_weights"]
+
+
+def test_a_memory_that_adds_nothing_or_is_off_is_no_part_of_the_host():
+    bare = host_identity(make_model())
+    model, on = memory(1)
+    with on:
+        assert host_identity(model) != bare
+        on.memory.closed = True
+        assert host_identity(model) == bare
+    assert host_identity(model) == bare

@@ -6,6 +6,7 @@ active_adapters_fingerprint(model, host_state(model).adapters)   # 'adapter-samp
 weights_fingerprint(model)         # 'weights:90c2...', of every value
 config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 tokenizer_fingerprint(tokenizer)   # '7be1...', of all that a text's tokens depend on
+tokenizer_mark(tokenizer)          # what to compare first: microseconds
 """
 
 from __future__ import annotations
@@ -127,6 +128,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     changes that.
     """
     return hashlib.sha256(_of_tokens(tokenizer).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def tokenizer_mark(tokenizer: Any) -> tuple[Any, ...]:
+    """What tells in microseconds that a tokenizer is to be looked at anew: how many tokens it has, those that were
+    added, its rules and its chat template. A vocabulary that was exchanged for one of as many tokens does not show.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules: tuple[Any, ...] = ()
+    if backend is not None:
+        added = backend.get_added_tokens_decoder()
+        rules = (id(backend), backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder, added)
+    return (len(tokenizer), str(getattr(tokenizer, "chat_template", None)), *map(repr, rules))
 
 
 def _of_tokens(tokenizer: Any) -> str:

@@ -2,19 +2,25 @@
 
 identity = host_identity(model, tokenizer)
 changed(before, now)                   # ["its dtype was float32, now bfloat16"]
+
+identities = HostIdentities()
+identities.of(model, tokenizer, mark)  # the same, asked again and again: microseconds where nothing changed
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from probemon.host.changes import HostMark
 from probemon.host.fingerprint import (
     active_adapters_fingerprint,
     config_fingerprint,
     fingerprint,
     tokenizer_fingerprint,
+    tokenizer_mark,
 )
 from probemon.host.model import host_state
 
@@ -37,6 +43,10 @@ def host_identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
     Milliseconds: weights are named by samples of them, as in `fingerprint`. Where they lie, and on how many devices, is
     not of it.
     """
+    return {**_of_model(model), **_of_tokenizer(tokenizer)}
+
+
+def _of_model(model: Any) -> dict[str, str]:
     state = host_state(model)
     scales = ", ".join(f"{name} x {scale:g}" for name, scale in state.adapter_scales)
     adapters = "; ".join(filter(None, (", ".join(state.adapters), scales, ", ".join(state.adapters_merged))))
@@ -49,11 +59,48 @@ def host_identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
     }
     if adapter_weights := active_adapters_fingerprint(model, state.adapters):
         identity["adapter_weights"] = adapter_weights
-    if tokenizer is not None:
-        template = str(getattr(tokenizer, "chat_template", None) or "")
-        identity["tokenizer"] = tokenizer_fingerprint(tokenizer)
-        identity["chat_template"] = hashlib.sha256(template.encode()).hexdigest()[:32] if template else ""
     return identity
+
+
+def _of_tokenizer(tokenizer: Any) -> dict[str, str]:
+    if tokenizer is None:
+        return {}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return {
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "chat_template": hashlib.sha256(template.encode()).hexdigest()[:32] if template else "",
+    }
+
+
+class HostIdentities:
+    """What hosts are, each as it was when it was last looked at; what is cheap to compare says whether to look anew.
+
+    Settings are read each time. Weights and adapters are looked at anew where a host's `HostMark` is another, a
+    tokenizer where it is another one or its `tokenizer_mark` is. One caller at a time.
+    """
+
+    def __init__(self) -> None:
+        self._of_models: weakref.WeakKeyDictionary[Any, tuple[HostMark, dict[str, str]]] = weakref.WeakKeyDictionary()
+        self._of_tokenizers: weakref.WeakKeyDictionary[Any, tuple[Any, dict[str, str]]] = weakref.WeakKeyDictionary()
+
+    def of(self, model: Any, tokenizer: Any, mark: HostMark | None) -> dict[str, str]:
+        """Return `host_identity(model, tokenizer)` of a host with this mark; None: it has none, and is looked at."""
+        known = self._of_models.get(model)
+        if known is None or mark is None or mark.differs(known[0]):
+            of_model = _of_model(model)
+            if mark is not None:
+                self._of_models[model] = (mark, of_model)
+        else:
+            of_model = {**known[1], "config": config_fingerprint(model)}
+        return {**of_model, **self._of(tokenizer)}
+
+    def _of(self, tokenizer: Any) -> dict[str, str]:
+        if tokenizer is None:
+            return {}
+        mark, known = tokenizer_mark(tokenizer), self._of_tokenizers.get(tokenizer)
+        if known is None or known[0] != mark:
+            known = self._of_tokenizers[tokenizer] = (mark, _of_tokenizer(tokenizer))
+        return known[1]
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from probemon.engine.joint import JointPlan
 from probemon.engine.scorer import Plan, Scorer
 from probemon.errors import CalibrationError, ConfigError
 from probemon.host.changes import HostMark
-from probemon.host.identity import changed, host_identity
+from probemon.host.identity import HostIdentities, changed
 from probemon.monitor.drift_requests import RunRequests
 from probemon.monitor.failures import Guard
 from probemon.monitor.health import OK, WARNING, Check
@@ -101,8 +100,7 @@ class DriftMonitor:
         self.alert = pack.alert_threshold.numpy().copy()
         self._pack, self._concepts, self._n_probes = pack, pack.concepts, pack.n_probes
         self._host_alarm: DriftAlarm | None = None
-        self._identities: weakref.WeakKeyDictionary[Any, tuple[HostMark, str, Mapping[str, str]]]
-        self._identities = weakref.WeakKeyDictionary()
+        self._identities = HostIdentities()
         self._on_alarm: list[Callable[[DriftAlarm], object]] = []
         self.n_alarms = self.n_requests = self.n_incomplete = self.n_of_other_hosts = 0
         self._host: Mapping[str, str] = {}
@@ -253,16 +251,9 @@ class DriftMonitor:
                     LOG.error("on_alarm failed: %s: %s", type(error).__name__, error)
 
     def identity(self, model: Any, tokenizer: Any, mark: HostMark | None) -> Mapping[str, str]:
-        """Return what a host is; it is looked at anew where its `mark` is another, or the chat template."""
-        template = str(getattr(tokenizer, "chat_template", None))
+        """Return what a host with this `mark` is now."""
         with self._lock:
-            known = self._identities.get(model)
-            if known is not None and mark is not None and not mark.differs(known[0]) and known[1] == template:
-                return known[2]
-            identity = host_identity(model, tokenizer)
-            if mark is not None:
-                self._identities[model] = (mark, template, identity)
-            return identity
+            return self._identities.of(model, tokenizer, mark)
 
     # -- inside --------------------------------------------------------------------------------------
 

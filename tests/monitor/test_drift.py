@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from tokenizers import normalizers
 
 from blinded import Blinded
 from conftest import PAD, make_model, make_pack
@@ -192,6 +193,53 @@ def test_another_host_is_said_to_be_that_and_nothing_is_compared(manager, refere
     assert drift.counts() == {**dict.fromkeys(ALARM_KINDS, 0), "host": 1} and "host: " in health.checks[-1].what
     watch(manager, make_model(), drift, range(1))
     assert drift.alarms == () and drift.report()["n_requests"] == 200
+
+
+def plain_tokenizer():
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def tokens_added(host, tokenizer):
+    tokenizer.add_tokens(["zzzz", "yyyy"])
+    return host, tokenizer
+
+
+def other_rules(host, tokenizer):
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return host, tokenizer
+
+
+def other_settings(host, tokenizer):
+    host.config.rms_norm_eps = 0.1
+    for layer in host.model.layers:
+        layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = 0.1
+    return host, tokenizer
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda host, _: tokens_added(host, plain_tokenizer()), "the tokenizer was"),
+        (tokens_added, "the tokenizer was"),
+        (other_rules, "the tokenizer was"),
+        (other_settings, "its settings were"),
+    ],
+)
+def test_a_host_that_was_seen_before_is_seen_to_change(manager, tmp_path, change, words, seen):
+    """Its weights are the same; what changes is looked at in every run, also where the first had no tokenizer."""
+    host, tokenizer, counting = make_model(), plain_tokenizer(), DriftMonitor(manager)
+    watch(manager, host, counting, range(3), tokenizer=tokenizer)
+    counting.freeze(tmp_path / "reference.json")
+    drift = DriftMonitor(manager, tmp_path / "reference.json")
+    watch(manager, host, drift, [3], tokenizer=tokenizer if seen else None)
+    assert drift.alarms == ()
+    host, tokenizer = change(host, tokenizer)
+    watch(manager, host, drift, [4], tokenizer=tokenizer)
+    [alarm] = drift.alarms
+    assert alarm.kind == "host" and words in alarm.sentence
 
 
 def few_words(seed):

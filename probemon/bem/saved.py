@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site, find_sites
 from probemon.core.files import save_tensors, sha256, write_text_atomically
+from probemon.core.host_settings import differing, state_settings
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch
 from probemon.host.fingerprint import fingerprint
 from probemon.host.internals import tensor_parallel_size
-from probemon.host.model import find_layers, hidden_size
+from probemon.host.model import find_layers, hidden_size, text_config
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
@@ -151,6 +152,7 @@ def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, 
         "hidden_size": hidden_size(model),
         "n_layers": len(layers),
         "fingerprint": fingerprint(model),
+        "settings": state_settings(text_config(model).to_dict()),
         "sites": {site.name: [site.n_in, site.n_out] for site in sites},
     }
     return {"config": dataclasses.asdict(config), "host": host}
@@ -233,7 +235,9 @@ def read_settings(where: object, text: bytes) -> dict[str, Any]:
 
 def _has_config_and_sites(settings: Mapping[str, Any]) -> bool:
     config, host = settings.get("config"), settings.get("host")
-    return isinstance(config, dict) and isinstance(host, dict) and isinstance(host.get("sites"), dict)
+    if not isinstance(config, dict) or not isinstance(host, dict):
+        return False
+    return isinstance(host.get("sites"), dict) and isinstance(host.get("settings", {}), dict)
 
 
 def _check_format(path: object, settings: Any) -> None:
@@ -300,10 +304,13 @@ def check_fit(
                 f"{where} has site {site.name} of {stated} values in and out, this"
                 f" {type(model).__name__} of {[site.n_in, site.n_out]}"
             )
-    if stated_host.get("fingerprint") != fingerprint(model):
+    differences = differing(stated_host.get("settings", {}), state_settings(text_config(model).to_dict()))
+    of = "weights" if stated_host.get("fingerprint") != fingerprint(model) else ""
+    if of or differences:
+        of = of or f"settings ({', '.join(differences)})"
         problem = (
-            f"{where} was made for a {stated_host.get('model')} of other weights: what it steers towards may be"
-            " something else"
+            f"{where} was made for a {stated_host.get('model')} of other {of}: what it steers towards may be something"
+            " else"
         )
         if strict:
             raise HostMismatch(f"{problem}. Load the model it was made for, or attach without strict=True")

@@ -142,7 +142,7 @@ def calibrate(
     """
     from probemon.core.aggregate import Each, parse
     from probemon.engine.kernels import check_device
-    from probemon.host.identity import host_identity
+    from probemon.host.identity import host_identity, stated_host
     from probemon.host.model import longest_input
     from probemon.offline.calibrated_pack import write_calibrated
     from probemon.offline.documents import read_documents
@@ -200,6 +200,7 @@ def calibrate(
         inputs=inputs,
         drift=ordinary.counts if ordinary.requests else None,
         host=host_identity(host, tokenizer),
+        stated=stated_host(host, name),
     )
     if as_json:
         stated = {

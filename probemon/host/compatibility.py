@@ -1,4 +1,4 @@
-"""Whether a pack fits a host: its shapes, its weights, and what was put around them.
+"""Whether a pack fits a host: its shapes, its weights and settings, and what was put around them.
 
 check_host(pack, model, strict=False)          # of a group, every pack
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from probemon.core.host_settings import differing, state_settings
 from probemon.core.probes import is_recurrent, parse_site
+from probemon.core.scores import HostState
 from probemon.errors import HostMismatch
-from probemon.host.fingerprint import fingerprint
-from probemon.host.model import find_layers, host_state
+from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
+from probemon.host.model import find_layers, host_state, text_config
 from probemon.host.recurrent.state_sites import site_width
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
+
+_SHOWN = 3  # settings that differ, so many are named
 
 
 def check_host(pack: AnyPack, model: Any, *, strict: bool) -> None:
@@ -63,21 +67,42 @@ def _check_shapes(pack: ProbePack, model: Any) -> None:
 
 def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
     _check_shapes(pack, model)
+    now = host_state(model)
+    return [*_of_weights(pack, model, now, strict), *_of_adapters(pack, model, now)]
+
+
+def _of_weights(pack: ProbePack, model: Any, now: HostState, strict: bool) -> list[str]:
     stated, name = pack.manifest["host"], type(model).__name__
-    known, now = stated.get("fingerprint"), host_state(model)
-    problems = []
-    if known is None:
-        if strict:
-            problems.append(f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it")
-    elif (actual := fingerprint(model)) != known:
+    known, actual = stated.get("fingerprint"), fingerprint(model)
+    if known not in (None, actual):
         changed = f", in {now.quantisation}" if now.quantisation else ""
-        problems.append(
+        return [
             f"{pack.name} was made for {stated.get('model_id') or 'a model without a name'} ({known}), this model's"
             f" weights are others ({actual}{changed}): scores may mean nothing"
-        )
-    if now.adapters != tuple(stated.get("adapters") or ()):
+        ]
+    problems = []
+    if known is None and strict:
+        problems.append(f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it")
+    if differences := differing(stated.get("settings") or {}, state_settings(text_config(model).to_dict())):
+        more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         problems.append(
-            f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(stated.get('adapters') or ())}:"
-            " scores may mean something else"
+            f"{pack.name} was made with other settings of the model: {', '.join(differences[:_SHOWN])}{more}. Scores"
+            " may mean something else"
         )
     return problems
+
+
+def _of_adapters(pack: ProbePack, model: Any, now: HostState) -> list[str]:
+    stated = pack.manifest["host"]
+    names, weights = tuple(stated.get("adapters") or ()), stated.get("adapter_weights")
+    if now.adapters != names:
+        return [
+            f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(names)}: scores may mean"
+            " something else"
+        ]
+    if weights is not None and (actual := active_adapters_fingerprint(model, names)) != weights:
+        return [
+            f"adapters {list(names)} are active, {pack.name} was made with others of these names ({weights}, these are"
+            f" {actual or 'none'}): scores may mean something else"
+        ]
+    return []

@@ -2,6 +2,7 @@
 
 identity = host_identity(model, tokenizer)
 changed(before, now)                   # ["its dtype was float32, now bfloat16"]
+stated_host(model, "org/name")         # the same as a pack's manifest has it, without a tokenizer
 
 identities = HostIdentities()
 identities.of(model, tokenizer, mark)  # the same, asked again and again: microseconds where nothing changed
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from probemon.core.host_settings import state_settings
 from probemon.host.changes import HostMark
 from probemon.host.fingerprint import (
     active_adapters_fingerprint,
@@ -22,7 +24,7 @@ from probemon.host.fingerprint import (
     tokenizer_fingerprint,
     tokenizer_mark,
 )
-from probemon.host.model import host_state
+from probemon.host.model import find_layers, hidden_size, host_state, text_config, unwrap
 
 _WORDS = {
     "weights": "its weights were {}, now {}",
@@ -101,6 +103,19 @@ class HostIdentities:
         if known is None or known[0] != mark:
             known = self._of_tokenizers[tokenizer] = (mark, _of_tokenizer(tokenizer))
         return known[1]
+
+
+def stated_host(model: Any, model_id: str | None) -> dict[str, Any]:
+    """Return what a manifest says of the host that a pack was made on, which `check_host` compares."""
+    host, active = unwrap(model), host_state(model).adapters
+    return {
+        "model_id": model_id,
+        "hidden_size": hidden_size(host),
+        "n_layers": len(find_layers(host)[1]),
+        "fingerprint": fingerprint(host),
+        "settings": state_settings(text_config(host).to_dict()),
+        **({"adapters": list(active), "adapter_weights": active_adapters_fingerprint(host, active)} if active else {}),
+    }
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -42,6 +42,7 @@ def write_calibrated(
     inputs: Mapping[str, Any] | None = None,
     drift: Callable[[Floats], RequestCounts] | None = None,
     host: Mapping[str, str] | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> ProbePack:
     """Write a new version of a pack and open it; the pack itself stays as it is.
 
@@ -53,6 +54,8 @@ def write_calibrated(
     - `inputs`: what the documents were, for the record.
     - `drift`, `host`: the counts of ordinary documents by the alert thresholds `[P]` of the new version, of all its
       concepts, and what the host was (`probemon.host.identity`): its reference of drift. Without them it has none.
+    - `stated`: what a manifest says of that host. Where its weights are those that the pack was made for, the new
+      version also has its settings and the weights of its adapters, if the pack does not.
 
     Raises `PackError`, `ConfigError`.
     """
@@ -123,7 +126,7 @@ def write_calibrated(
         score_rule=pack.score_rule,
         scope=pack.scope,
         inputs=[spec.as_dict() for spec in pack.inputs],
-        host=source["host"],
+        host=_host(source["host"], stated),
         licence=source["licence"],
         card=pack.card_text() + _note(alerts, expansion, statistics, changes, cleared, inputs or {}),
         input_index=pack.input_index,
@@ -143,6 +146,14 @@ def write_calibrated(
         for start, block in pack.blocks():
             writer.put_slice(start, block)
     return ProbePack.of(writer.opened)
+
+
+def _host(known: Mapping[str, Any], stated: Mapping[str, Any] | None) -> dict[str, Any]:
+    if stated is None or known.get("fingerprint") != stated["fingerprint"]:
+        return dict(known)
+    same = (known.get("adapters") or []) == stated.get("adapters", [])
+    more = ("settings", *(["adapter_weights"] if same else []))
+    return {**{name: stated[name] for name in more if name in stated}, **known}
 
 
 def _forget_others(aggregated: dict[str, Tensor], watched: Sequence[int], calibrated: Mapping[str, Any]) -> None:

@@ -132,8 +132,16 @@ _overall = dict.fromkeys(
     _maybe(_number),
 )
 _alerts = _maybe(_each(_maybe(_object({"concepts": _maybe(_each(_anything))}))))
-_texts = dict.fromkeys(("model_id", "revision", "fingerprint", "quantisation"), _maybe(_text))
-_HOST = _object({**_texts, "n_layers": _maybe(_whole), "hidden_size": _maybe(_whole), "adapters": _maybe(_all(_text))})
+_texts = dict.fromkeys(("model_id", "revision", "fingerprint", "quantisation", "adapter_weights"), _maybe(_text))
+_HOST = _object(
+    {
+        **_texts,
+        "n_layers": _maybe(_whole),
+        "hidden_size": _maybe(_whole),
+        "settings": _maybe(_each(_anything)),
+        "adapters": _maybe(_all(_text)),
+    }
+)
 _QUALITY = _object({**_measures, **_overall, "per_level": _maybe(_each(_object(_measures))), "alerts": _alerts})
 _PROVENANCE = _object({"calibrations": _maybe(_all(_calibration))})
 _DRIFT = _object(

@@ -62,7 +62,8 @@ class PackDiff:
         }
 
     def __str__(self) -> str:
-        lines = [f"{key}: {a!r} in {self.names[0]}, {b!r} in {self.names[1]}" for key, (a, b) in self.about.items()]
+        said = {key: _apart(*both) for key, both in self.about.items()}
+        lines = [f"{key}: {a!r} in {self.names[0]}, {b!r} in {self.names[1]}" for key, (a, b) in said.items()]
         for name, ids in zip(self.names, (self.only_in_a, self.only_in_b), strict=True):
             if ids:
                 lines.append(f"only in {name}: {some_of(ids)}")
@@ -148,6 +149,17 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
         changed,
         about,
         len(shared) - len(changed),
+    )
+
+
+def _apart(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return what is said of both, without what is the same: a host has dozens of settings."""
+    if not isinstance(a, Mapping) or not isinstance(b, Mapping):
+        return a, b
+    both = {key: _apart(a[key], b[key]) for key in a if key in b and a[key] != b[key]}
+    return (
+        {key: both[key][0] if key in both else a[key] for key in a if key in both or key not in b},
+        {key: both[key][1] if key in both else b[key] for key in b if key in both or key not in a},
     )
 
 

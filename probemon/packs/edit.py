@@ -26,6 +26,7 @@ from probemon.core.checks import shown
 from probemon.core.concept_names import Wanted
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
+from probemon.core.host_settings import differing
 from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.probes import InputSpec
 from probemon.core.score_counts import N_BINS
@@ -318,11 +319,15 @@ def _one_host(packs: Sequence[ProbePack]) -> dict[str, Any]:
     host: dict[str, Any] = {}
     for pack in packs:
         for key, value in pack.manifest["host"].items():
-            if host.setdefault(key, value) != value and value is not None and host[key] is not None:
-                raise PackError(
-                    f"the packs are for different hosts: {key} is {host[key]!r} and {value!r} ({pack.name}). A pack has"
-                    " one host"
-                )
+            known = host.setdefault(key, value)
+            if known is None or value is None or known == value:
+                what = ""
+            elif key == "settings":  # of which one release of transformers states more than another
+                what = next(iter(differing(known, value)), "")
+            else:
+                what = f"{key} is {known!r} and {value!r}"
+            if what:
+                raise PackError(f"the packs are for different hosts: {what} ({pack.name}). A pack has one host")
             host[key] = value if host[key] is None else host[key]
     return host
 

@@ -28,7 +28,7 @@ from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import InputSpec
 from probemon.errors import ConfigError, TrainingError
-from probemon.host.fingerprint import fingerprint
+from probemon.host.identity import stated_host
 from probemon.host.loading import load_model
 from probemon.host.model import find_layers, hidden_size, unwrap
 from probemon.offline.windows import Reading
@@ -239,12 +239,7 @@ class _Job:
             score_rule="path" if data.is_tree else "independent",
             inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in fitted.inputs],
             input_index=torch.from_numpy(fitted.input_of),
-            host={
-                "model_id": model_id,
-                "hidden_size": hidden_size(self.host),
-                "n_layers": self.n_layers,
-                "fingerprint": fingerprint(self.host),
-            },
+            host=stated_host(self.host, model_id),
             licence=licence,
             card=text,
             alert_threshold=torch.from_numpy(found.alert_threshold),

@@ -444,6 +444,12 @@ def test_another_host_is_a_mismatch_and_other_weights_a_warning(folder):
         attach_bem(make_host(seed=3), path).detach()
     with pytest.raises(HostMismatch, match="of other weights"):
         attach_bem(make_host(seed=3), path, strict=True)
+    other = make_host()
+    other.config.rms_norm_eps = 0.1
+    with pytest.warns(UserWarning, match=r"of other settings \(rms_norm_eps is 0\.1 and was 1e-06\)"):
+        attach_bem(other, path).detach()
+    with pytest.raises(HostMismatch, match="of other settings"):
+        attach_bem(other, path, strict=True)
 
 
 def test_a_failing_save_leaves_the_older_files(folder, monkeypatch):

@@ -1,12 +1,18 @@
-"""Whether a host is what it was: weights, settings, and what is on it beside, by value and not by name."""
+"""Whether a host is what it was, and the one that a pack was made on: weights, settings, and what is on it beside, by
+value and not by name.
+"""
+
+import warnings
 
 import peft
 import pytest
 import torch
 
-from conftest import make_model
+from conftest import make_model, make_pack
 from probemon.bem import BemConfig, attach_bem
-from probemon.host.identity import changed, host_identity
+from probemon.errors import HostMismatch
+from probemon.host.compatibility import check_host, host_problems
+from probemon.host.identity import changed, host_identity, stated_host
 from probemon.host.model import unwrap
 from probemon.models.ltm import attach_memory
 
@@ -70,3 +76,49 @@ def test_a_memory_that_adds_nothing_or_is_off_is_no_part_of_the_host():
         on.memory.closed = True
         assert host_identity(model) == bare
     assert host_identity(model) == bare
+
+
+@pytest.mark.parametrize("put_on", [lora, bem, memory])
+def test_a_pack_tells_another_adapter_of_the_same_name(put_on, tmp_path):
+    (first, _on), (same, _same), (other, _other) = put_on(1), put_on(1), put_on(2)
+    pack = make_pack(tmp_path / "pack", make_model(), host=stated_host(first, "tiny"))
+    assert host_problems(pack, same, strict=True) == host_problems(pack, first, strict=True) == []
+    with pytest.raises(HostMismatch, match=r"others of these names \(adapter-samples:"):
+        check_host(pack, other, strict=True)
+    with pytest.warns(UserWarning, match="others of these names"):
+        check_host(pack, other, strict=False)
+    with pytest.raises(HostMismatch, match=r"adapters \[\] are active"):
+        check_host(pack, make_model(), strict=True)
+    named = {key: value for key, value in pack.manifest["host"].items() if key != "adapter_weights"}
+    older = make_pack(tmp_path / "older", make_model(), host=named)
+    assert host_problems(older, other, strict=True) == []
+
+
+def with_settings(change):
+    config = make_model().config
+    change(config)
+    model = type(make_model())(config).eval()
+    model.load_state_dict(make_model().state_dict())
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("rope_parameters.rope_theta is 1000000.0", lambda config: config.rope_parameters.update(rope_theta=1e6)),
+        ("rms_norm_eps is 0.1", lambda config: setattr(config, "rms_norm_eps", 0.1)),
+    ],
+)
+def test_a_pack_tells_other_settings_of_the_same_weights(name, change, tmp_path):
+    model, other = make_model(), with_settings(change)
+    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
+    with pytest.raises(HostMismatch, match=name):
+        check_host(pack, other, strict=True)
+    with pytest.warns(UserWarning, match=name):
+        check_host(pack, other, strict=False)
+    model.config.pad_token_id, model.config.use_cache = 9, False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_host(pack, model.to(torch.bfloat16), strict=True)
+    older = make_pack(tmp_path / "older", model)
+    assert "settings" not in older.manifest["host"] and host_problems(older, other, strict=True) == []

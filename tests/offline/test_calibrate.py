@@ -24,7 +24,7 @@ from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_
 from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.core.score_counts import ScoreCounts
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
-from probemon.host.identity import host_identity
+from probemon.host.identity import host_identity, stated_host
 from probemon.monitor.drift import DriftMonitor
 from probemon.offline.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed
 from probemon.offline.calibrated_pack import write_calibrated
@@ -668,6 +668,9 @@ def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp
         traits.append(RequestTraits.of(scores, norms, made.alert_threshold.numpy()))
     expected = RequestCounts.of(traits)
     assert frozen.counts.n == 60 and frozen.host == host_identity(model, tokenizer) and frozen.alert_set is None
+    own, stated = pack.manifest["host"], stated_host(model, "host")
+    assert "settings" not in own and own["fingerprint"] == stated["fingerprint"]
+    assert made.manifest["host"] == {**own, "settings": stated["settings"]}
     assert frozen.ids == tuple(concept["id"] for concept in made.concepts) and frozen.sites == ("resid_post.1",)
     # A document whose highest score is the threshold itself is over it or not, by the last bit.
     assert np.abs(frozen.counts.fired - expected.fired).max() <= 1 and expected.fired.max() > 0

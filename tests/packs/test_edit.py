@@ -169,6 +169,17 @@ def test_what_clashes_is_not_merged(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "again", "both", "n", "p"]
 
 
+def test_settings_of_a_host_are_compared_where_both_packs_state_them(tmp_path):
+    a, b, c = (write(tmp_path / name) for name in "abc")
+    b.manifest["host"] = {**b.manifest["host"], "settings": {"eps": 1e-6, "bias": False}}
+    c.manifest["host"] = {**c.manifest["host"], "settings": {"eps": 1e-6, "of_a_later_release": 1}}
+    assert merge([a, b, c], tmp_path / "fine", name="fine").manifest["host"] == b.manifest["host"]
+    c.manifest["host"]["settings"]["eps"] = 0.1
+    with pytest.raises(PackError, match=r"different hosts: eps is 0\.1 and was 1e-06 \(c\)"):
+        merge([a, b, c], tmp_path / "no", name="no")
+    assert "host: {'settings': {'eps': 1e-06, 'bias': False}} in b, {'settings': {'eps': 0.1," in str(pack_diff(b, c))
+
+
 def test_hosts_that_differ_are_not_merged(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     b.manifest["host"] = {**b.manifest["host"], "fingerprint": "f00"}

@@ -8,6 +8,7 @@ import hashlib
 import random
 
 import numpy as np
+import peft
 import pytest
 import torch
 from transformers import (
@@ -28,6 +29,8 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.core.aggregate import Ema, over
 from probemon.core.score_counts import ScoreCounts
 from probemon.errors import ConfigError, HostMismatch, TrainingError
+from probemon.host.compatibility import host_problems
+from probemon.host.identity import stated_host
 from probemon.training import TrainingSettings, train
 from probemon.training.calibration import precision_thresholds, thresholds
 from probemon.training.card import warnings
@@ -108,6 +111,20 @@ def test_what_is_claimed_is_what_the_written_pack_does(model, trained, settings)
         of_test = np.flatnonzero(test & (known[:, p] == 1))
         fires = np.concatenate([by_part[i][:, p] for i in of_test]) > threshold
         assert found["alert"]["test"]["with"]["rate"] == pytest.approx(fires.mean(), abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_the_pack_says_on_which_host_it_was_made(model, trained, tmp_path, settings):
+    assert host_problems(trained.pack, model, strict=True) == []
+    assert trained.pack.manifest["host"] == stated_host(model, "") and "adapters" not in trained.pack.manifest["host"]
+    adapted = peft.get_peft_model(
+        make_model(hidden=32), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    ).eval()
+    own = {**settings, "states": tmp_path / "states", "layers": (1,)}
+    pack = train(adapted, rows(), tmp_path / "adapted", tokenizer=make_tokenizer(), **own).pack
+    assert host_problems(pack, adapted, strict=True) == []
+    [problem] = host_problems(pack, model, strict=True)
+    assert "adapters [] are active, adapted was made with ['default']" in problem
 
 
 def test_it_fires_on_its_own_letters_and_says_so_while_generating(model, trained):

@@ -196,8 +196,9 @@ def _parts(
     others = set[tuple[nn.Module, str]]() if active is None else _of_others(adapters, active)
     for prefix, module in [*host.named_modules(), *around]:
         with weights_in_memory(module):
-            for name, tensor in _own_tensors(module):
-                if (module not in inside or module in adapters) and (module, name) not in others:
+            if module not in inside or module in adapters:
+                kept = (own for own in _own_tensors(module) if (module, own[0]) not in others)
+                for name, tensor in kept:
                     yield f"{prefix}.{name}", read(tensor)
         if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
             known = (adapter for adapter in module.scaling if active is None or adapter in active)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ class Own(Protocol):
         """Its tensors by name."""
 
 
-OWN_NAME, MEMORY_NAME = "bem", "memory"
+OWN_NAME, MEMORY_NAME, CLOSED_NAME = "bem", "memory", "closed memory"
 KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of them, on a host or off
 # Those on a host, by its decoder. Several may be, of which one steers.
 OWN: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -50,6 +50,12 @@ def memories_on(model: Any) -> list[Any]:
     ltm = sys.modules.get("probemon.models.ltm.attached")
     # Where that was never imported, there are none; importing it would make its host known to transformers.
     return [] if ltm is None else [one for one in ltm.attached_memories(model) if not one.memory.closed]
+
+
+def memories_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those of some modules that are memories which a host has of its own, one of `probemon.models.ltm`."""
+    ltm = sys.modules.get("probemon.models.ltm.memory")
+    return [] if ltm is None else [module for module in modules if type(module) is ltm.SlotMemory]
 
 
 def needs_its_wrapper(model: Any, host: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from probemon.core.scores import HostState
-from probemon.host.adapters import memories_on, own_of
+from probemon.host.adapters import memories_in, memories_on, own_of
 from probemon.host.internals import Members, adapter_switches, switches_adapters, write_marks
 from probemon.host.model import host_state
 
@@ -22,7 +22,8 @@ from probemon.host.model import host_state
 @dataclass(frozen=True)
 class HostMark:
     """What a host was. `writes`: where its parameters lie, and those of what is put on it without being a module of it
-    (an adapter of `probemon.bem` that steers, memories), and how often each was written to in place.
+    (an adapter of `probemon.bem` that steers, memories), how often each was written to in place, and which memories of
+    its own are closed.
 
     `switches`: which adapters each of `tuners`, PEFT's layers, had switched on.
     """
@@ -46,7 +47,7 @@ class HostMarks:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._last: tuple[Members, HostMark] | None = None
+        self._last: tuple[Members, HostMark, list[Any]] | None = None
 
     def now(self) -> HostMark:
         """Return what the host is now: the mark of last time where nothing was written to, and no adapters of PEFT are
@@ -56,12 +57,13 @@ class HostMarks:
         if last is not None and not last[0].same(roots):
             last = None
         members = Members(roots) if last is None else last[0]
-        writes = hash(tuple(write_marks(members.parameters)))
+        memories = memories_in(members.modules) if last is None else last[2]
+        writes = hash((*write_marks(members.parameters), *(memory.closed for memory in memories)))
         if last is not None and last[1].writes == writes and not last[1].tuners:
             return last[1]
         tuners = tuple(module for module in members.modules if switches_adapters(module))
         mark = HostMark(host_state(self._model), writes, tuners, adapter_switches(tuners))
-        self._last = members, mark
+        self._last = members, mark, memories
         return mark
 
 

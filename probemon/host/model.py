@@ -17,7 +17,7 @@ from torch import nn
 from probemon.core.probes import parse_site
 from probemon.core.scores import HostState
 from probemon.errors import ConfigError, NotSupportedHost
-from probemon.host.adapters import MEMORY_NAME, OWN_NAME, memories_on, own_of
+from probemon.host.adapters import CLOSED_NAME, MEMORY_NAME, OWN_NAME, memories_in, memories_on, own_of
 from probemon.host.internals import (
     adapters_by_row,
     all_modules,
@@ -183,7 +183,9 @@ def host_state(model: Any) -> HostState:
             scales |= {(str(name), float(scale)) for name, scale in getattr(module, "scaling", {}).items()}
             disabled |= bool(module.disable_adapters)
             by_row = adapters_by_row(module) or by_row
-    own = (*[OWN_NAME] * (own_of(model) is not None), *[MEMORY_NAME] * bool(memories_on(model)))
+    closed = any(memory.closed for memory in memories_in(modules))
+    ours = {OWN_NAME: own_of(model) is not None, MEMORY_NAME: bool(memories_on(model)), CLOSED_NAME: closed}
+    own = tuple(name for name, on in ours.items() if on)
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     # torchao's tensors are subclasses; other quantisers say so in the configuration.
     kinds |= {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}

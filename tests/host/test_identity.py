@@ -11,10 +11,11 @@ import torch
 from conftest import make_model, make_pack
 from probemon.bem import BemConfig, attach_bem
 from probemon.errors import HostMismatch
+from probemon.host.changes import HostMarks
 from probemon.host.compatibility import check_host, host_problems
 from probemon.host.identity import changed, host_identity, stated_host
 from probemon.host.model import unwrap
-from probemon.models.ltm import attach_memory
+from probemon.models.ltm import LtmConfig, LtmForCausalLM, attach_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -76,6 +77,18 @@ def test_a_memory_that_adds_nothing_or_is_off_is_no_part_of_the_host():
         on.memory.closed = True
         assert host_identity(model) == bare
     assert host_identity(model) == bare
+
+
+def test_a_memory_of_the_hosts_own_that_is_closed_makes_another_host():
+    torch.manual_seed(0)
+    model = LtmForCausalLM(LtmConfig()).eval()
+    marks, before = HostMarks(model), host_identity(model)
+    mark = marks.now()
+    assert not marks.now().differs(mark)
+    [held] = model.memories.values()
+    held.closed = True
+    assert marks.now().differs(mark)
+    assert changed(before, host_identity(model)) == ["its adapters were none, now closed memory"]
 
 
 @pytest.mark.parametrize("put_on", [lora, bem, memory])

@@ -61,7 +61,10 @@ def _same(value: Any, other: Any) -> bool:
         return len(value) == len(other) and all(map(_same, value, other))
     if isinstance(value, float) or isinstance(other, float):  # what fp32 made of a number is that number
         numbers = isinstance(value, (int, float)) and isinstance(other, (int, float))
-        return numbers and math.isclose(value, other, rel_tol=1e-6)
+        try:
+            return numbers and math.isclose(value, other, rel_tol=1e-6)
+        except OverflowError:  # a whole number beyond every float
+            return False
     return bool(value == other)
 
 

@@ -42,4 +42,5 @@ def test_what_differs_is_named(change, expected):
 def test_what_one_release_says_alone_is_no_difference():
     assert differing({"rope_theta": 1e4, "bias": None}, {"rope_parameters": {"rope_theta": 1e6}, "bias": None}) == []
     assert differing({"layers": [1, 2.0]}, {"layers": [1, 2]}) == []
+    assert len(differing({"eps": 10**400, "bias": {"a": 1}}, {"eps": 0.1, "bias": False})) == 1
     assert differing({"layers": [1, 2]}, {"layers": [1]}) == ["layers is [1] and was [1, 2]"]

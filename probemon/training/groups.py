@@ -4,17 +4,18 @@
     parts = split_groups(group, labels, {"train": 0.5, "calibrate": 0.2, "test": 0.3}, seed=0)
     parts["test"]                                          # [N] bool
 
-Near duplicates are those whose sets of three successive words overlap by at least `NEAR` (Jaccard), found by MinHash
-with banding (Broder 1997; Leskovec, Rajaraman & Ullman, Mining of Massive Datasets, ch. 3) and then compared exactly.
-Labels are spread evenly over the parts by iterative stratification (Sechidis, Tsoumakas & Vlahavas 2011), whole groups
-at a time.
+Near duplicates are those whose sets of three successive words overlap by at least `NEAR` (Jaccard). None is missed:
+two such texts share one of the rarest runs of each (prefix filtering, Bayardo, Ma & Srikant 2007), so that few have to
+be compared. Labels are spread evenly over the parts by iterative stratification (Sechidis, Tsoumakas & Vlahavas 2011),
+whole groups at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,7 @@ from probemon.training.texts import Text
 from probemon.training.words import words_in
 
 NEAR = 0.7
-# A pair that overlaps by .7 shares one of the bands with a chance of .9999, one that overlaps by .3 with .23.
-_BANDS, _ROWS = 32, 4
 _SHINGLE = 3  # words
-_PRIME = (1 << 61) - 1
 
 
 def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
@@ -55,9 +53,7 @@ def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
             join(i, named.setdefault(name, i))
         # A text without words is the same as another by its characters.
         join(i, same.setdefault(tuple(words[i]) or texts[i].strip(), i))
-    distinct = sorted(same.values())
-    for i, j in _near([words[i] for i in distinct]):
-        join(distinct[i], distinct[j])
+    _join_near({i: _shingles(words[i]) for i in sorted(same.values()) if words[i]}, root, join)
     numbers: dict[int, int] = {}
     return np.asarray([numbers.setdefault(root(i), len(numbers)) for i in range(len(texts))], dtype=np.int64)
 
@@ -71,34 +67,30 @@ def group_examples(examples: Sequence[Example], texts: Sequence[Text]) -> Ints:
     return group_texts([*contents, *(own for _, own in both)], [*groups, *(groups[i] for i, _ in both)])[: len(texts)]
 
 
-def _near(texts: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
-    """Return pairs of texts whose shingles overlap by at least `NEAR`; every two that do are joined through them."""
-    shingles = [_shingles(words) for words in texts]
-    generator = np.random.default_rng(0)  # not of the user's seed: which texts are alike is a fact about them
-    factors, shifts = generator.integers(1, 1 << 31, (2, _BANDS * _ROWS), dtype=np.uint64)
-    found: list[tuple[int, int]] = []
-    buckets: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-    for i, own in enumerate(shingles):
-        if not len(own):
-            continue
-        # Products of two numbers under 2**31 and 2**32 fit 64 bits.
-        signature = ((own[:, None] * factors + shifts) % np.uint64(_PRIME)).min(axis=0).reshape(_BANDS, _ROWS)
-        compared: set[int] = set()
-        for band, row in enumerate(signature):
-            bucket = buckets[band, row.tobytes()]
-            for other in bucket:
-                if other not in compared:
-                    compared.add(other)
-                    if _overlap(own, shingles[other]) >= NEAR:
-                        found.append((other, i))
-                        break  # the others of this bucket that are as near are joined to this one
-            bucket.append(i)
-    return found
+def _join_near(
+    shingles: Mapping[int, npt.NDArray[np.uint64]], root: Callable[[int], int], join: Callable[[int, int], None]
+) -> None:
+    """Join every two texts whose shingles overlap by at least `NEAR`."""
+    if not shingles:
+        return
+    known, counts = np.unique(np.concatenate(list(shingles.values())), return_counts=True)
+    holders: dict[int, list[int]] = defaultdict(list)
+    for i, own in shingles.items():
+        n_holders = counts[np.searchsorted(known, own)]
+        rarest = np.lexsort((own, n_holders))
+        # Of n shingles a near text has NEAR * n at least, so one of these, which is among its own rarest, too.
+        looked_up = rarest[: len(own) - math.ceil(NEAR * len(own) - 1e-9) + 1]
+        shared = own[looked_up[n_holders[looked_up] > 1]].tolist()
+        for other in set[int]().union(*(holders[shingle] for shingle in shared)):
+            if root(other) != root(i) and _overlap(own, shingles[other]) >= NEAR:
+                join(other, i)
+        for shingle in shared:
+            holders[shingle].append(i)
 
 
 def _shingles(words: Sequence[str]) -> npt.NDArray[np.uint64]:
     """Return hashes under 2**32 of the runs of three words; of a shorter text of all of it."""
-    runs = {" ".join(words[i : i + _SHINGLE]) for i in range(max(1, len(words) - _SHINGLE + 1))} if words else set()
+    runs = {" ".join(words[i : i + _SHINGLE]) for i in range(max(1, len(words) - _SHINGLE + 1))}
     hashes = [int.from_bytes(hashlib.blake2b(run.encode(), digest_size=4).digest(), "big") for run in runs]
     return np.asarray(sorted(set(hashes)), dtype=np.uint64)
 

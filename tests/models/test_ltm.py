@@ -254,6 +254,15 @@ def test_exported_memory_goes_on_in_another_model_of_the_same_weights(model, ids
         export_memory(model, DynamicCache(config=model.config), tmp_path / "none.safetensors")
 
 
+def test_a_cache_whose_other_layers_keep_no_memory_is_not_exported_without_them(ids, tmp_path):
+    host = llama()
+    with attach_memory(host, 1, slots=5, segment=6), torch.no_grad():
+        cache = host(ids, use_cache=True).past_key_values
+        with pytest.raises(ConfigError, match="layer 0 of this cache keeps no memory"):
+            export_memory(host, cache, tmp_path / "memory.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_it_cannot_do_is_refused_by_name(model, ids):
     _, cache = in_pieces(model, ids, [40])
     with pytest.raises(NotSupportedDecoding, match="taken back"):

@@ -46,7 +46,9 @@ def host_hash(model: Any) -> str:
 
 
 def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the memory of a cache whole, or not at all. Raises `ConfigError` where the cache holds none."""
+    """Write the memory of a cache whole, or not at all. Raises `ConfigError` where the cache holds none, or has layers
+    that keep none: a memory that `attach_memory` put on a host is of some, and a file has no place for the others.
+    """
     target = check_path("path", path)
     tensors: dict[str, torch.Tensor] = {}
     n_columns = 0
@@ -60,6 +62,12 @@ def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]
         tensors[f"{number}.padding"] = layer.padding
         if layer.memory is not None:
             tensors |= {f"{number}.{name}": getattr(layer.memory, name) for name in _FIELDS}
+    without = [number for number in range(len(layers)) if tensors and f"{number}.padding" not in tensors]
+    if without:
+        raise ConfigError(
+            f"layer {without[0]} of this cache keeps no memory, and a file of memories would lose what it holds: keep"
+            " the cache itself, or use a host with memory slots in every layer"
+        )
     if not tensors:
         raise ConfigError("this cache holds no memory: give the past_key_values of a host with memory slots")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -57,8 +57,9 @@ def test_products_of_many_states_are_right(shape, n, d, dtype, monkeypatch):
     net, generator = weights(shape, d, dtype), torch.Generator().manual_seed(1)
     x = torch.randn(n, d, generator=generator).to(torch.bfloat16)
     exact = oracle(net, x)
-    rows, slots = torch.arange(n).repeat(11), torch.arange(11).repeat_interleave(n)
-    some = torch.randperm(11 * n, generator=generator)[: 7 * n]
+    probes = torch.arange(11) if n < 70 else torch.tensor([0, 4, 10])  # interpreted, each takes seconds of many states
+    rows, slots = torch.arange(n).repeat(len(probes)), probes.repeat_interleave(n)
+    some = torch.randperm(len(rows), generator=generator)[: len(rows) * 2 // 3]
     for at, to in ((rows, slots), (rows[some], slots[some])):
         scores = triton_pairs.score_triton(x, net, at, to)
         assert (scores - exact[at, to]).abs().max() < 1e-6

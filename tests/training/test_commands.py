@@ -12,6 +12,7 @@ import pytest
 
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
+from probemon import cli
 from probemon.packs.pack import ProbePack
 from probemon.training.state_store import STATE
 from training.test_train import rows
@@ -65,9 +66,14 @@ def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder)
         (("train", "host", "rows.jsonl", "--out", "x", "--budget", "inf"), "--budget is inf"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_status_2(folder, arguments, said):
-    done = subprocess.run(**command(folder, *arguments), capture_output=True, check=False)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr
+def test_what_is_wrong_is_one_line_and_status_2(folder, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(sys, "argv", ["probemon", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and len(error.splitlines()) == 1 and said in error
     assert not (folder / "x").exists()
 
 

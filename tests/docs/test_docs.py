@@ -513,8 +513,8 @@ def test_cases_of_training_are_what_was_measured():
     worst = min(found["cases"]["mails"]["concepts"].items(), key=lambda item: item[1]["auroc"])
     assert worst[0] == "sells" and missed == ["mails_auroc"]
     assert (
-        f"One bar is missed: an area of {found['bars']['mails_auroc']:.3f} was asked for, and that of mails that sell is"
-        f" {claims['mails_auroc']['value']:.4f} (95 % interval {worst[1]['low']:.3f} to {worst[1]['high']:.3f})"
+        f"One bar is missed: an area of {found['bars']['mails_auroc']:.3f} was asked for, and that of mails that sell"
+        f" is {claims['mails_auroc']['value']:.4f} (95 % interval {worst[1]['low']:.3f} to {worst[1]['high']:.3f})"
         in page
         and f"the words of a mail reach {worst[1]['baselines']['words']:.3f}" in page
     )

@@ -150,7 +150,8 @@ class Escalations:
             # The answer was complete before: nothing follows but that it is told.
             question.followed = True
             self._follow(question.escalate, PASS, question.event, None)
-            self.passing[verdict.failure] += bool(verdict.failure) and verdict.ruling == RAISE
+            if verdict.failure and verdict.ruling == RAISE:
+                self.passing[verdict.failure] += 1
 
     def _hold(self, own: _OfGeneration) -> None:
         begin, before = time.monotonic(), dict(own.in_vain)

@@ -437,23 +437,29 @@ def test_an_answer_after_the_limit_is_late_although_nobody_has_waited(answer):
     assert (asked.verdict.ruling, asked.verdict.failure) == ("stop", "late") and asked.verdict.seconds > 0.01
 
 
+def slow(question):
+    time.sleep(LEAST)
+    return "stop"
+
+
 @pytest.mark.parametrize(
-    ("judge", "on_failure", "state"),
+    ("judge", "meanwhile", "on_failure", "state"),
     [
-        (failing, "pass", "failed"),
-        (failing, "stop", "failed"),
-        (lambda question: "pass", "pass", "ok"),
-        ("late", "pass", "warning"),
-        ("late at the end", "raise", "warning"),
+        (failing, "hold", "pass", "failed"),
+        (failing, "hold", "stop", "failed"),
+        (lambda question: "pass", "hold", "pass", "ok"),
+        (slow, "pass", "raise", "ok"),
+        (None, "hold", "pass", "warning"),
+        (None, "pass", "raise", "warning"),
     ],
-    ids=["error", "error, stopped", "judged", "late", "late at the end"],
+    ids=["error", "error, stopped", "judged", "judged at the end", "late", "late at the end"],
 )
-def test_that_nobody_judged_is_told_at_the_end_and_by_health(manager, model, hung, judge, on_failure, state):
-    late = isinstance(judge, str)
-    escalate = Escalate(hung if late else judge, LEAST, "pass" if judge == "late at the end" else "hold", on_failure)
+def test_that_nobody_judged_is_told_at_the_end_and_by_health(manager, model, hung, judge, meanwhile, on_failure, state):
+    """The rule is met at the last token that is run, so that the answer is complete before a judge that is not held."""
+    escalate = Escalate(judge or hung, SLOW if judge else LEAST, meanwhile, on_failure)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        run, _ = run_with(manager, model, escalate)
+        run, _ = run_with(manager, model, escalate, for_tokens=13)
     [check] = [check for check in run.health().checks if check.name == "judges"]
     assert check.state == state
     assert (state == "ok") == (check.what == "1 question had an answer")

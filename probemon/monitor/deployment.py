@@ -167,19 +167,21 @@ class Deployment:
         port = {"port": int(stated["port"])} if "port" in stated else {}  # JSON has whole numbers such as 9464.0, too
         return {**stated, **port, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
 
-    def configured(self, pack: AnyPack) -> list[ConfiguredPack]:
-        """Return each pack with the settings that are stated. Raises `DeploymentError`."""
+    def configured(self, pack: AnyPack, probes: Sequence[int]) -> list[tuple[ConfiguredPack, list[int]]]:
+        """Return each pack with the settings that are stated, and those of `probes` that are its own, by their numbers
+        in it. Raises `DeploymentError`.
+        """
         settings = {name: value for name, value in self.settings.items() if name != "audit_rate"}
         with self.errors_of_settings():
-            if isinstance(pack, PackGroup):
-                return configure_group(pack, settings)
-            return [ConfiguredPack.of(pack, settings)]
+            if not isinstance(pack, PackGroup):
+                return [(ConfiguredPack.of(pack, settings), list(probes))]
+            own = [part.tolist() for part in pack.split(probes)]
+            return list(zip(configure_group(pack, settings), own, strict=True))
 
     def _left_out(self, pack: AnyPack, probes: Sequence[int]) -> str:
         """Return the name of the first of these concepts that is not watched, "" where all are."""
-        own = [part.tolist() for part in pack.split(probes)] if isinstance(pack, PackGroup) else [probes]
-        for member, parts in zip(self.configured(pack) if probes else [], own, strict=False):
-            for probe in parts:
+        for member, own in self.configured(pack, probes) if probes else ():
+            for probe in own:
                 if member.watched is not None and not member.watched[probe]:
                     return ascii(member.pack.concepts[probe]["name"])
         return ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from probemon.monitor.deployment import Deployment
 from probemon.packs.configured import ConfiguredPack
-from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.group import AnyPack
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,9 @@ def cost_of(deployment: Deployment, pack: AnyPack) -> Cost:
     """Return the cost of a deployment. Raises `DeploymentError` where its settings or rules cannot hold."""
     rules = deployment.rules(pack)
     probes = sorted({rule.probe for rule in rules})
-    own = [part.tolist() for part in pack.split(probes)] if isinstance(pack, PackGroup) else [probes]
-    members = deployment.configured(pack)
+    members = deployment.configured(pack, probes)
     with deployment.errors_of_settings():
-        counted = [_counts(member, extra) for member, extra in zip(members, own, strict=True)]
+        counted = [_counts(member, extra) for member, extra in members]
     n_probes, n_watched, n_always, n_most, weights, always, most = map(sum, zip(*counted, strict=True))
     return Cost(n_probes, n_watched, n_always, n_most, weights, always, most, len(rules))
 

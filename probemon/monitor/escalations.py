@@ -55,7 +55,7 @@ class _Open:
 
     def _join(self, verdict: Verdict) -> None:
         before, self.event = self.event, replace(self.event, verdict=verdict)
-        self._run.join(before, self.event, verdict)
+        self._run.join(before, self.event)
 
 
 @dataclass
@@ -125,9 +125,11 @@ class Escalations:
                 self._follow(escalate, asked.verdict.ruling, question.event, generation)
         own.open = still_open
 
-    def join(self, before: Event, after: Event, verdict: Verdict) -> None:
-        """Let the event `after` stand for `before`, in any thread."""
+    def join(self, before: Event, after: Event) -> None:
+        """Let `after`, which has a verdict, stand for the event `before`, in any thread."""
         self._join(before, after)
+        verdict = after.verdict
+        assert verdict is not None
         with self._lock:
             self.verdicts[verdict.failure] += 1
             if verdict.failure and verdict.ruling == PASS:

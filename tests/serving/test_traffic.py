@@ -54,6 +54,17 @@ def post(server, ask):
     return head.encode(), body
 
 
+def ask_and_leave(server, held, ask, n_tokens):
+    """A client that has gone once so many tokens of its answer were run."""
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    head, body = post(server, ask)
+    connection.sendall(head + body)
+    held.let(n_tokens)
+    eventually(lambda: held.n == n_tokens)
+    connection.close()
+    time.sleep(0.2)  # the loop hears of it
+
+
 def is_idle(server):
     page = server.get("/v1/probemon/requests")["requests"]
     return not any(request["running"] for request in page)
@@ -110,14 +121,8 @@ def test_client_that_leaves_ends_its_generation_within_two_tokens_and_the_next_a
 ):
     expected = collected(stream(server, probemon={}))
     with turnstile(served) as held:
-        connection = socket.create_connection(("127.0.0.1", server.port))
         ask = {"model": "tiny", "messages": CHAT, "max_tokens": 40, **GREEDY, "stream": streamed}
-        head, body = post(server, ask)
-        connection.sendall(head + body)
-        held.let(5)
-        eventually(lambda: held.n == 5)
-        connection.close()
-        time.sleep(0.2)  # the loop hears of it
+        ask_and_leave(server, held, ask, 5)
         held.let(30)
         eventually(lambda: is_idle(server))
         assert held.n <= 5 + 2
@@ -128,13 +133,7 @@ def test_client_that_leaves_ends_its_generation_within_two_tokens_and_the_next_a
 
 def test_every_answer_that_nobody_waits_for_any_more_is_said_to_have_ended(server, served):
     with turnstile(served) as held, page(server) as reader:
-        connection = socket.create_connection(("127.0.0.1", server.port))
-        head, body = post(server, {"model": "tiny", "messages": CHAT, "max_tokens": 4, "n": 3, "seed": 0})
-        connection.sendall(head + body)
-        held.let(2)
-        eventually(lambda: held.n == 2)
-        connection.close()
-        time.sleep(0.2)  # the loop hears of it
+        ask_and_leave(server, held, {"model": "tiny", "messages": CHAT, "max_tokens": 4, "n": 3, "seed": 0}, 2)
         held.let(30)
         ends = [reader.until("end")[-1][1] for _ in range(3)]
     assert [(end["choice"], end["finish_reason"]) for end in ends] == [(at, "cancelled") for at in range(3)]

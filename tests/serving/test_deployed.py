@@ -47,6 +47,12 @@ def served_by(parts, *rules, **more):
     return Served("tiny", host, tokenizer, manager, LIMITS, deployment)
 
 
+def escalating(address, **more):
+    """A rule that asks the judge at an address."""
+    rule = {"concepts": ["c1"], "above": 0.0, "action": "escalate", "judge": {"url": address, "model": "guard"}}
+    return {**rule, "within": 20, "meanwhile": "pass", "on_failure": "raise", "on_blind": "pass", **more}
+
+
 def answer_of(served, **probemon):
     running = Running(served, token=None)
     try:
@@ -368,10 +374,7 @@ def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
         return 200, "application/json", json.dumps(content).encode()
 
     with answering(judge) as address:
-        rule = {
-            "concepts": ["c1"], "above": 0.0, "for_tokens": 3, "action": "escalate", "on_blind": "pass",
-            "judge": {"url": address, "model": "guard"}, "within": 20, "meanwhile": "hold", "on_failure": "raise",
-        }  # fmt: skip
+        rule = escalating(address, for_tokens=3, meanwhile="hold")
         served = served_by(parts, rule)
         answers = {}
         for word in rulings:
@@ -411,11 +414,7 @@ def test_a_verdict_that_comes_when_the_answer_is_complete_is_told_all_the_same(
         return 200, "application/json", b'{"choices": [{"message": {"content": "stop"}}]}'
 
     with answering(judge) as address:
-        rule = {
-            "concepts": ["c1"], "above": 0.0, "for_tokens": 8 if hold else 7, "action": "escalate", "on_blind": "pass",
-            "judge": {"url": address, "model": "guard"}, "within": within, "meanwhile": "pass",
-            "on_failure": on_failure,
-        }  # fmt: skip
+        rule = escalating(address, for_tokens=8 if hold else 7, within=within, on_failure=on_failure)
         status, answer = answer_of(served_by(parts, rule), hold=hold)  # it is met at the last token that is run
     [choice] = answer["choices"]
     [event] = choice["message"]["probemon"]["events"]
@@ -439,11 +438,7 @@ def test_what_was_seen_while_a_judge_was_asked_is_said_to_have_been_seen(parts, 
             time.sleep(0.3)
 
     with answering(judge) as address:
-        rule = {
-            "concepts": ["c1"], "above": 0.0, "for_tokens": 2, "action": "escalate", "on_blind": "pass",
-            "judge": {"url": address, "model": "guard"}, "within": 20, "meanwhile": "pass", "on_failure": "raise",
-        }  # fmt: skip
-        served = served_by(parts, rule)
+        served = served_by(parts, escalating(address, for_tokens=2))
         running = Running(served, token=None)
         handle = served.model.model.register_forward_pre_hook(rule_at_the_sixth, with_kwargs=True)
         try:

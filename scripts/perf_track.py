@@ -42,7 +42,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from perf_study import report
 from perf_study.claims import BUDGET, PLANTED, claims, verdicts
-from perf_study.kept import kept
+from perf_study.kept import code_mark, kept
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.config import FORMS
 from probemon.bem.evaluation import gates
@@ -53,8 +53,8 @@ from probemon.bundled import cache_dir
 from probemon.core.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/perf_track.py", "probemon/bem")
-OF_DEMO = ("scripts/perf_study", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
+MEASURES = ("scripts/perf_track.py", "scripts/perf_study/claims.py", "probemon/bem")
+OF_DEMO = ("scripts/perf_study/demo.py", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
 
 VOCAB, LENGTH, DOMAINS, ROWS = 256, 32, 6, 32
 SHARPNESS = 1.5  # of a domain's distribution: the deviation of its logits
@@ -299,7 +299,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains", help="what was learned before")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    made_by = about(*(MEASURES if arguments.quick else MEASURES + OF_DEMO))  # now: the study outlasts a commit
+    without_demo = arguments.quick or arguments.only == "planted"
+    made_by = about(*MEASURES, *(() if without_demo else OF_DEMO))  # now: the study outlasts a commit
     errors = integrity()
     if gates.integrity(errors).verdict != gates.PASSED:
         print(f"perf_track: nothing was compared: {gates.integrity(errors).why}", file=sys.stderr)
@@ -309,8 +310,9 @@ def main() -> int:
     if arguments.quick:
         found |= planted(errors, seeds, quick_methods, None)
     elif arguments.only != "demo":
-        found |= planted(errors, seeds, lambda task: ("lora", *FORMS), arguments.folder / f"planted-{N_STEPS}-steps")
-    if not arguments.quick and arguments.only != "planted":
+        folder = arguments.folder / f"planted-{code_mark(*MEASURES)}"
+        found |= planted(errors, seeds, lambda task: ("lora", *FORMS), folder)
+    if not without_demo:
         from perf_study.demo import study as of_demo  # it needs WordNet and the demo model
 
         found["demo"] = of_demo(seeds, arguments.folder / "results", arguments.headers, errors)

@@ -11,7 +11,6 @@ the first of them.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import tempfile
 import time
@@ -26,9 +25,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import domains
 from domains import DOMAINS, N_HEADER, Domains
-from perf_study.kept import kept
+from perf_study.kept import code_mark, kept
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.evaluation.budget import solve
 from probemon.bem.losses import Batch, hooked_codes, recorded_codes
@@ -198,9 +196,9 @@ class Results:
     """
 
     def __init__(self, folder: Path) -> None:
-        settings = [domains.HEADERS, domains.FIRST, domains.ROWS, domains.N_WORDS, domains.N_TRAIN, domains.N_TEST]
-        settings += [domains.MOST_ANSWER, N_STEPS, LORA_RANK, LORAS, X_LORA, COMMON, ROUTED]
-        self.folder = folder / hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
+        self.folder = folder / code_mark(
+            "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py", "probemon/bem"
+        )
 
     def at(self, data: Domains, method: str, seed: int, rate: float) -> dict[str, Any]:
         def make() -> dict[str, Any]:

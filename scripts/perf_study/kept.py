@@ -1,13 +1,30 @@
-"""What took long is kept: a file for each call, written when it is done, so that a study that was stopped goes on."""
+"""What took long is kept: a file for each call, written when it is done, so that a study that was stopped goes on.
+
+    found = kept(folder / code_mark("probemon/bem"), "lora-seed-0", learn)
+
+The mark parts what other code learned from what this one would.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from probemon.core.files import write_text_atomically
+from staleness import ROOT, definitions
+
+
+def code_mark(*measures: str) -> str:
+    """Twelve letters that change with the meaning of a definition in these modules and folders of the repository."""
+    hashed = hashlib.sha256()
+    for measured in measures:
+        path = ROOT / measured
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            hashed.update("\n".join(definitions(file.read_text(encoding="utf-8"))).encode())
+    return hashed.hexdigest()[:12]
 
 
 def kept(folder: Path | None, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import bem_reason
 from perf_study import report
 from perf_study.demo import frontiers, verdicts
-from perf_study.kept import kept
+from perf_study.kept import code_mark, kept
 from probemon.bem.evaluation.gates import FAILED, NOT_JUDGED, PASSED
 from probemon.bem.evaluation.latency import Timed
 
@@ -98,6 +98,17 @@ def test_what_was_kept_is_not_made_again(tmp_path):
     with pytest.raises(ZeroDivisionError):
         kept(tmp_path / "new", "fails", lambda: 1 / 0)
     assert len(list((tmp_path / "new").iterdir())) == 1
+
+
+def test_what_other_code_learned_is_kept_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr("perf_study.kept.ROOT", tmp_path)
+    (tmp_path / "bem").mkdir()
+
+    def mark(code):
+        (tmp_path / "bem/train.py").write_text(code)
+        return code_mark("bem")
+
+    assert mark("RATE = 0.1\n") == mark("RATE = 0.1  # a rate\n") != mark("RATE = 0.2\n")
 
 
 def test_the_reason_is_what_others_lose_seed_by_seed_and_the_picture_shows_each_token():

@@ -56,13 +56,14 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 def keep_figures(file: Path, name: str, entry: dict[str, Any]) -> None:
     """Set one pack's entry in a JSON file of figures, leaving the others."""
+    from probemon.core.files import write_text_atomically
     from provenance import about
 
     figures = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"packs": {}}
     packs = dict(sorted({**figures["packs"], name: entry}.items()))
     file.parent.mkdir(parents=True, exist_ok=True)
     document = {"packs": packs, **about("scripts/wordnet_pack")}
-    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_text_atomically(file, json.dumps(document, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
@@ -120,7 +121,7 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
     prepared = time.perf_counter()
     pack = build_pack(data, shape=args.shape, out=args.out, choice=Choice(), versions=versions())
     seconds = {"data": round(prepared - begun, 1), "training_and_measuring": round(time.perf_counter() - prepared, 1)}
-    size = sum(file.stat().st_size for file in args.out.iterdir())
+    size = size_of(args.out)
     show(pack.manifest["quality"])
     print(f"{args.out}: {pack.n_probes} probes, {size / 1e6:.1f} MB, {sum(seconds.values()):.0f} s")
     entry = {"quality": pack.manifest["quality"], "bytes": size, "seconds": seconds, **machine()}
@@ -129,7 +130,12 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
     return {"pack": str(args.out), "n_probes": pack.n_probes, **entry}
 
 
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure a written pack. Its figures are kept where they are the manifest's."""
     from probemon.packs.pack import ProbePack
     from wordnet_pack.build import controls
     from wordnet_pack.concepts import label
@@ -148,6 +154,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     found = differences(pack.manifest["quality"], quality)
     show(quality)
     print("the manifest states the same" if not found else "the manifest differs:\n  " + "\n  ".join(found))
+    if args.figures and not found:
+        entry = {"quality": pack.manifest["quality"], "bytes": size_of(args.evaluate), **machine()}
+        keep_figures(args.figures, args.evaluate.name, entry)
     return {"pack": str(args.evaluate), "quality": quality, "differences": found, **machine()}
 
 

@@ -138,7 +138,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Measure a written pack. Its figures are kept where they are the manifest's."""
     from probemon.packs.pack import ProbePack
     from wordnet_pack.build import controls
-    from wordnet_pack.concepts import label
     from wordnet_pack.dataset import Source, prepare
     from wordnet_pack.evaluate import concepts_of, differences, measure
     from wordnet_pack.mentions import Limits
@@ -150,7 +149,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         print(f"note: made from WordNet {made['wordnet']}, this is {data.wordnet.version}", file=sys.stderr)
     quality, _ = measure(pack, data)
     concepts = concepts_of(pack)
-    quality["controls"] = controls(data, concepts, label(data.wordnet, data.points, concepts))
+    quality["controls"] = controls(data, concepts)
     found = differences(pack.manifest["quality"], quality)
     show(quality)
     print("the manifest states the same" if not found else "the manifest differs:\n  " + "\n  ".join(found))

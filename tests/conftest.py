@@ -12,7 +12,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from probemon import ProbePack
-from probemon.host.fingerprint import fingerprint
+from probemon.host.identity import stated_host
 
 pytest_plugins = ["serving_fixtures", "page_fixtures"]
 HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
@@ -101,12 +101,7 @@ def make_pack(
         "b3": torch.randn(n, generator=g) / 2 + 1.0,
     }
     weights = {name: w.to(dtype) if name.startswith("w") else w for name, w in weights.items()}
-    host = {
-        "model_id": "tiny random llama",
-        "hidden_size": HIDDEN,
-        "n_layers": LAYERS,
-        "fingerprint": fingerprint(model),
-    }
+    host = stated_host(model, "tiny random llama")
     arguments = {
         "name": "random",
         "concepts": concepts,

@@ -5,7 +5,9 @@ check_host(pack, model, strict=False)          # of a group, every pack
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 from probemon.core.host_settings import differing, state_settings
@@ -13,7 +15,7 @@ from probemon.core.probes import is_recurrent, parse_site
 from probemon.core.scores import HostState
 from probemon.errors import HostMismatch
 from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
-from probemon.host.model import find_layers, host_state, text_config
+from probemon.host.model import find_layers, host_state, text_config, unwrap
 from probemon.host.recurrent.state_sites import site_width
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
@@ -68,7 +70,7 @@ def _check_shapes(pack: ProbePack, model: Any) -> None:
 def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
     _check_shapes(pack, model)
     now = host_state(model)
-    return [*_of_weights(pack, model, now, strict), *_of_adapters(pack, model, now)]
+    return [*_of_weights(pack, model, now, strict), *_of_adapters(pack, model, now, strict)]
 
 
 def _of_weights(pack: ProbePack, model: Any, now: HostState, strict: bool) -> list[str]:
@@ -81,8 +83,13 @@ def _of_weights(pack: ProbePack, model: Any, now: HostState, strict: bool) -> li
             f" weights are others ({actual}{changed}): scores may mean nothing"
         ]
     problems = []
-    if known is None and strict:
-        problems.append(f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it")
+    if known is None and (other := _other_name(stated.get("model_id"), model)):
+        problems.append(
+            f"{pack.name} was made for {stated['model_id']}, of unknown weights, and this model is called {other}: scores"
+            " may mean nothing. `probemon calibrate` states the weights of the model it calibrates on"
+        )
+    elif strict and (unknown := [part for part in ("fingerprint", "settings") if stated.get(part) is None]):
+        problems.append(f"{pack.name} records no {unknown[0]} of its host, so nobody can tell whether {name} is it")
     if differences := differing(stated.get("settings") or {}, state_settings(text_config(model).to_dict())):
         more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         problems.append(
@@ -92,13 +99,29 @@ def _of_weights(pack: ProbePack, model: Any, now: HostState, strict: bool) -> li
     return problems
 
 
-def _of_adapters(pack: ProbePack, model: Any, now: HostState) -> list[str]:
+def _other_name(stated: str | None, model: Any) -> str:
+    """Return what a model calls itself, where that is another name than `stated`; "" where one of them has none."""
+    name = str(getattr(unwrap(model), "name_or_path", "") or "")
+    return name if stated and name and _last_part(name) != _last_part(stated) else ""
+
+
+def _last_part(name: str) -> str:
+    """The name of a model without its owner or folder; a cache of the hub has it further up."""
+    cached = re.search(r"models--[^/\\]+--([^/\\]+)[/\\]snapshots", name)
+    return (cached[1] if cached else Path(name).name).lower()
+
+
+def _of_adapters(pack: ProbePack, model: Any, now: HostState, strict: bool) -> list[str]:
     stated = pack.manifest["host"]
     names, weights = tuple(stated.get("adapters") or ()), stated.get("adapter_weights")
     if now.adapters != names:
         return [
             f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(names)}: scores may mean"
             " something else"
+        ]
+    if strict and names and weights is None:
+        return [
+            f"{pack.name} records no weights of the adapters {list(names)}, so nobody can tell whether these are they"
         ]
     if weights is not None and (actual := active_adapters_fingerprint(model, names)) != weights:
         return [

@@ -1,8 +1,8 @@
 """Fingerprints: names for the weights of a host, and for those of the adapters on it.
 
-fingerprint(model)                 # 'bf16-samples:3f1c...', for an fp32 and a bf16 load; adapters do not count
+fingerprint(model)                 # 'bf16-sums:3f1c...', for an fp32 and a bf16 load; adapters do not count
 adapters_fingerprint(model, host)  # 'adapters:5d0b...', of every value; "" without any
-active_adapters_fingerprint(model, host_state(model).adapters)   # 'adapter-samples:c81e...', "" without any
+active_adapters_fingerprint(model, host_state(model).adapters)   # 'adapter-sums:c81e...', "" without any
 weights_fingerprint(model)         # 'weights:90c2...', of every value
 config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 tokenizer_fingerprint(tokenizer)   # '7be1...', of all that a text's tokens depend on
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from probemon.host.adapters import KNOWN, MEMORY_NAME, OWN_NAME, memories_on, own_of, xlora_of
 from probemon.host.internals import (
@@ -29,7 +30,8 @@ from probemon.host.internals import (
 )
 from probemon.host.model import text_config, unwrap, weights_in_memory
 
-_SAMPLES = 16
+_WIDTH = 512  # columns of eight bytes
+_PART = 1 << 24  # values that are summed at once
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
 _NOT_SETTINGS = {
     "transformers_version",
@@ -44,17 +46,17 @@ _NOT_SETTINGS = {
 
 
 def fingerprint(model: Any) -> str:
-    """A name for the host's weights: sha256 over 16 spread samples of every decoder parameter, as bf16.
+    """A name for the host's weights: of sums over every value of its decoder, as bf16.
 
     Values are rounded to bf16 first, so the same checkpoint loaded as fp32 or bf16 has one fingerprint; adapters do
-    not count. Milliseconds, not seconds: it tells one checkpoint from another, it does not prove integrity.
+    not count. Every value is read, a second for each few GB on a CPU: a head that was ablated or an embedding that was
+    edited makes another one. It tells models apart and proves no integrity: sums can be made to agree.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     digest = hashlib.sha256()
-    for name, shape, sample in sorted(_samples(decoder), key=lambda entry: entry[0]):
-        digest.update(f"{name}:{shape}:".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return f"bf16-samples:{digest.hexdigest()[:32]}"
+    for name, sums in sorted(_of_weights(decoder)):
+        digest.update(f"{name}:".encode() + sums)
+    return f"bf16-sums:{digest.hexdigest()[:32]}"
 
 
 def weights_fingerprint(model: Any) -> str:
@@ -73,19 +75,34 @@ def weights_fingerprint(model: Any) -> str:
     return f"weights:{digest.hexdigest()[:32]}"
 
 
-def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+def _of_weights(decoder: nn.Module) -> Iterator[tuple[str, bytes]]:
     adapters = _of_adapters(decoder)
     for prefix, module in decoder.named_modules():
         if module in adapters:
             continue
         with weights_in_memory(module):
-            for name, parameter in module.named_parameters(recurse=False):
-                yield without_wrappers(f"{prefix}.{name}"), tuple(parameter.shape), _sample(parameter)
+            for name, tensor in _own_tensors(module):
+                if name not in module._non_persistent_buffers_set:  # what is computed anew from the settings
+                    yield without_wrappers(f"{prefix}.{name}"), _sums(tensor)
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _sums(tensor: Tensor) -> bytes:
+    """The shape of a tensor, and sums over rows and columns of a table of its bits, eight bytes as one whole number.
+
+    Sums of whole numbers modulo 2 ** 64 are the same in whatever order a device adds; one value that is another changes
+    a row's and a column's. What is no float, such as packed codes, is taken as it is.
+    """
     flat = _flat(tensor)
-    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
+    columns = torch.zeros(_WIDTH, dtype=torch.int64, device=flat.device)
+    rows = []
+    for part in flat.split(_PART):
+        values = part.to(torch.bfloat16) if part.is_floating_point() else part
+        bits = values.contiguous().view(torch.uint8)
+        filled = functional.pad(bits, (0, -len(bits) % (8 * _WIDTH)))
+        table = filled.view(torch.int64).view(len(filled) // (8 * _WIDTH), _WIDTH)
+        columns += table.sum(dim=0)
+        rows.append(table.sum(dim=1))
+    return f"{tuple(tensor.shape)} ".encode() + torch.cat([columns, *rows]).cpu().numpy().tobytes()
 
 
 def _of_adapters(model: nn.Module) -> set[nn.Module]:
@@ -158,7 +175,7 @@ def _of_tokens(tokenizer: Any) -> str:
 def adapters_fingerprint(model: Any, host: Any) -> str:
     """A name for the weights and settings of all adapters on `host`, which is in `model`; "" without any.
 
-    Every value counts, unlike in a fingerprint: an adapter that was trained a little longer is another one.
+    Every bit counts, unlike in a fingerprint: an adapter that was trained a little longer is another one.
     """
     return _name_of_adapters("adapters", _parts(model, host, _bytes))
 
@@ -166,18 +183,18 @@ def adapters_fingerprint(model: Any, host: Any) -> str:
 def active_adapters_fingerprint(model: Any, active: Collection[str]) -> str:
     """A name for the weights and settings of the adapters on a host that are `active`, as its `HostState` names them.
 
-    Samples of them as bf16, as in `fingerprint`: it is the same in whatever dtype they are loaded, and whatever else is
+    Sums of them as bf16, as in `fingerprint`: it is the same in whatever dtype they are loaded, and whatever else is
     switched off beside them.
     """
     if not active:
         return ""
     host = unwrap(model)
-    parts = [(without_wrappers(name), part) for name, part in _parts(host, host, _sample_bytes, active)]
+    parts = [(without_wrappers(name), part) for name, part in _parts(host, host, _sums, active)]
     mixed = xlora_of(host)
     if mixed is not None:  # it decides outside of the host
         decides = xlora_classifier(mixed[0]).named_parameters()
-        parts += [(f"xlora {name}", _sample_bytes(tensor)) for name, tensor in decides]
-    return _name_of_adapters("adapter-samples", parts)
+        parts += [(f"xlora {name}", _sums(tensor)) for name, tensor in decides]
+    return _name_of_adapters("adapter-sums", parts)
 
 
 def _name_of_adapters(kind: str, parts: Iterable[tuple[str, bytes]]) -> str:
@@ -238,7 +255,3 @@ def _of_others(adapters: Collection[nn.Module], active: Collection[str]) -> set[
 def _bytes(tensor: Tensor) -> bytes:
     flat = _flat(tensor).contiguous().view(torch.uint8).cpu()
     return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + flat.numpy().tobytes()
-
-
-def _sample_bytes(tensor: Tensor) -> bytes:
-    return f"{tuple(tensor.shape)} ".encode() + _sample(tensor).view(torch.uint8).numpy().tobytes()

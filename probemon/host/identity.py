@@ -42,8 +42,7 @@ def host_identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
     """Return what a host is, by what may change of it. Without a tokenizer nothing is said of one, and without adapters
     nothing of their weights.
 
-    Milliseconds: weights are named by samples of them, as in `fingerprint`. Where they lie, and on how many devices, is
-    not of it.
+    Weights are read, as in `fingerprint`. Where they lie, and on how many devices, is not of it.
     """
     return {**_of_model(model), **_of_tokenizer(tokenizer)}
 

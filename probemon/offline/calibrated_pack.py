@@ -55,7 +55,8 @@ def write_calibrated(
     - `drift`, `host`: the counts of ordinary documents by the alert thresholds `[P]` of the new version, of all its
       concepts, and what the host was (`probemon.host.identity`): its reference of drift. Without them it has none.
     - `stated`: what a manifest says of that host. Where its weights are those that the pack was made for, the new
-      version also has its settings and the weights of its adapters, if the pack does not.
+      version also has its settings and the weights of its adapters, if the pack does not. A pack that does not say for
+      which weights it was made is of this host from now on.
 
     Raises `PackError`, `ConfigError`.
     """
@@ -149,8 +150,10 @@ def write_calibrated(
 
 
 def _host(known: Mapping[str, Any], stated: Mapping[str, Any] | None) -> dict[str, Any]:
-    if stated is None or known.get("fingerprint") != stated["fingerprint"]:
+    if stated is None or known.get("fingerprint") not in (None, stated["fingerprint"]):
         return dict(known)
+    if known.get("fingerprint") is None:  # imported, say: from now on it is of the host it was calibrated on
+        return {**stated, **{name: what for name, what in known.items() if what is not None}}
     same = (known.get("adapters") or []) == stated.get("adapters", [])
     more = ("settings", *(["adapter_weights"] if same else []))
     return {**{name: stated[name] for name in more if name in stated}, **known}

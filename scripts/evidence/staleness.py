@@ -97,7 +97,7 @@ def changes_since(commit: str, measures: list[str], *, on_gpu: bool = False) -> 
     for measured in measures:
         path = ROOT / measured
         if measured.split("/")[0] == "probes":
-            if _tree_of(commit, measured) != _tree_of("HEAD", measured):
+            if _packs_at(commit, measured) != _packs_at("HEAD", measured):
                 changed.append(f"{measured} holds other packs")
             continue
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -116,11 +116,20 @@ def _place(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def _tree_of(commit: str, path: str) -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", f"{commit}:{path}"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout
+def _packs_at(commit: str, path: str) -> dict[str, str]:
+    """The files of packs by their hashes. What a manifest says of its host is compared with the host, and moves no
+    score: it is left out.
+    """
+    listed = _git("ls-tree", "-r", commit, path)
+    found = {name: about.split()[2] for about, _, name in (line.partition("\t") for line in listed.splitlines())}
+    for name in [name for name in found if name.endswith("/manifest.json")]:
+        manifest = json.loads(_git("show", f"{commit}:{name}"))
+        found[name] = json.dumps({key: value for key, value in manifest.items() if key != "host"})
+    return found
+
+
+def _git(*command: str) -> str:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
 def stale_files(folder: Path) -> Iterator[tuple[str, list[str]]]:

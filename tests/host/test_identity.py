@@ -2,6 +2,7 @@
 value and not by name.
 """
 
+import copy
 import warnings
 
 import peft
@@ -13,6 +14,7 @@ from probemon.bem import BemConfig, attach_bem
 from probemon.errors import HostMismatch
 from probemon.host.changes import HostMarks
 from probemon.host.compatibility import check_host, host_problems
+from probemon.host.fingerprint import fingerprint
 from probemon.host.identity import changed, host_identity, stated_host
 from probemon.host.model import unwrap
 from probemon.models.ltm import LtmConfig, LtmForCausalLM, attach_memory
@@ -52,7 +54,7 @@ def test_another_adapter_of_the_same_name_is_another_host(put_on):
     (first, _on), (same, _same), (other, _other) = put_on(1), put_on(1), put_on(2)
     assert host_identity(first) == host_identity(same)
     [difference] = changed(host_identity(first), host_identity(other))
-    assert difference.startswith("the weights of its adapters were adapter-samples:")
+    assert difference.startswith("the weights of its adapters were adapter-sums:")
     [adapters] = changed(host_identity(make_model()), host_identity(first))
     assert adapters.startswith("its adapters were none, now ")
 
@@ -96,7 +98,7 @@ def test_a_pack_tells_another_adapter_of_the_same_name(put_on, tmp_path):
     (first, _on), (same, _same), (other, _other) = put_on(1), put_on(1), put_on(2)
     pack = make_pack(tmp_path / "pack", make_model(), host=stated_host(first, "tiny"))
     assert host_problems(pack, same, strict=True) == host_problems(pack, first, strict=True) == []
-    with pytest.raises(HostMismatch, match=r"others of these names \(adapter-samples:"):
+    with pytest.raises(HostMismatch, match=r"others of these names \(adapter-sums:"):
         check_host(pack, other, strict=True)
     with pytest.warns(UserWarning, match="others of these names"):
         check_host(pack, other, strict=False)
@@ -104,7 +106,9 @@ def test_a_pack_tells_another_adapter_of_the_same_name(put_on, tmp_path):
         check_host(pack, make_model(), strict=True)
     named = {key: value for key, value in pack.manifest["host"].items() if key != "adapter_weights"}
     older = make_pack(tmp_path / "older", make_model(), host=named)
-    assert host_problems(older, other, strict=True) == []
+    assert host_problems(older, other, strict=False) == []
+    [problem] = host_problems(older, other, strict=True)
+    assert "records no weights of the adapters" in problem
 
 
 def with_settings(change):
@@ -133,5 +137,43 @@ def test_a_pack_tells_other_settings_of_the_same_weights(name, change, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_host(pack, model.to(torch.bfloat16), strict=True)
-    older = make_pack(tmp_path / "older", model)
-    assert "settings" not in older.manifest["host"] and host_problems(older, other, strict=True) == []
+    named = {key: value for key, value in pack.manifest["host"].items() if key != "settings"}
+    older = make_pack(tmp_path / "older", model, host=named)
+    assert host_problems(older, other, strict=False) == []
+    with pytest.raises(HostMismatch, match="records no settings of its host"):
+        check_host(older, other, strict=True)
+
+
+NAMES = ["tiny-llama", "org/Tiny-Llama", "/models/tiny-llama/", "/hub/models--org--tiny-llama/snapshots/0a1b", ""]
+
+
+@pytest.mark.parametrize("called, same", [*((name, True) for name in NAMES), ("org/other", False), ("/m/base", False)])
+def test_a_pack_of_unknown_weights_is_for_the_model_that_it_names(called, same, tmp_path):
+    model = make_model()
+    model.config._name_or_path = model.name_or_path = called
+    pack = make_pack(tmp_path / "pack", model, host={"model_id": "my-org/tiny-llama"})
+    problems = host_problems(pack, model, strict=False)
+    assert bool(problems) is not same and all(f"this model is called {called}:" in problem for problem in problems)
+    with pytest.raises(HostMismatch, match="records no fingerprint" if same else "this model is called"):
+        check_host(pack, model, strict=True)
+
+
+def test_every_value_of_a_host_is_in_its_fingerprint():
+    """One value of each tensor at a time, anywhere in it; two rows that change places; codes that are no parameters."""
+    model, generator = make_model(), torch.Generator().manual_seed(0)
+    model.model.layers[1].register_buffer("codes", torch.arange(40, dtype=torch.int32).view(5, 8) << 20)
+    before = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == before
+    tensors = [*model.model.parameters(), model.model.layers[1].codes]
+    seen = {before}
+    for tensor in tensors:
+        flat = tensor.data.view(-1)
+        for at in torch.randint(len(flat), (5,), generator=generator).tolist():
+            was = flat[at].clone()
+            flat[at] = was + 1
+            seen.add(fingerprint(model))
+            flat[at] = was
+    assert len(seen) > 4 * len(tensors) and fingerprint(model) == before
+    weight = model.model.embed_tokens.weight.data
+    weight[[3, 4]] = weight[[4, 3]]
+    assert fingerprint(model) not in seen

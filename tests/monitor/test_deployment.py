@@ -20,6 +20,7 @@ from fuzzed_deployments import at_random
 from probemon import DynamicProbeManager, JsonLinesSink
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, PackError, ProbemonError
 from probemon.host.fingerprint import fingerprint
+from probemon.host.identity import stated_host
 from probemon.monitor.deployment import SCHEMA, Deployment
 from probemon.monitor.deployment_cost import cost_of
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deployed")
     make_pack(
         folder / "pack", make_model(), alert_set="usual", alert_sets={"rate_0.01": torch.full((40,), 0.25)},
-        host={"model_id": "tiny", "hidden_size": 16, "n_layers": 3, "fingerprint": fingerprint(make_model())},
+        host=stated_host(make_model(), "tiny"),
     )  # fmt: skip
     return folder
 

@@ -668,9 +668,6 @@ def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp
         traits.append(RequestTraits.of(scores, norms, made.alert_threshold.numpy()))
     expected = RequestCounts.of(traits)
     assert frozen.counts.n == 60 and frozen.host == host_identity(model, tokenizer) and frozen.alert_set is None
-    own, stated = pack.manifest["host"], stated_host(model, "host")
-    assert "settings" not in own and own["fingerprint"] == stated["fingerprint"]
-    assert made.manifest["host"] == {**own, "settings": stated["settings"]}
     assert frozen.ids == tuple(concept["id"] for concept in made.concepts) and frozen.sites == ("resid_post.1",)
     # A document whose highest score is the threshold itself is over it or not, by the last bit.
     assert np.abs(frozen.counts.fired - expected.fired).max() <= 1 and expected.fired.max() > 0
@@ -687,6 +684,19 @@ def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp
     assert rename(made, tmp_path / "renamed", name="other").drift_reference is None
     copy = ProbePack.open(tmp_path / "out").save_pretrained(tmp_path / "copy")
     assert (copy.drift_reference.counts.highest == frozen.counts.highest).all()
+
+
+def test_what_a_pack_does_not_say_of_its_host_is_said_when_it_is_calibrated(model, tmp_path):
+    whole = stated_host(model, "org/name")
+
+    def said(host):
+        pack = make_pack(tmp_path / "pack", model, host=host, overwrite=True)
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        return write_calibrated(pack, out, expansion=made_expansion(pack), stated=whole).manifest["host"]
+
+    assert said({"model_id": "my/name", "n_layers": None}) == {**whole, "model_id": "my/name"}  # imported, say
+    assert said({"fingerprint": whole["fingerprint"]}) == {key: whole[key] for key in ("fingerprint", "settings")}
+    assert said({"fingerprint": "of another"}) == {"fingerprint": "of another"}
 
 
 @pytest.mark.parametrize(

@@ -88,3 +88,30 @@ def test_what_a_gpu_alone_runs_counts_for_results_of_a_gpu_and_where_it_is_named
     assert of_kernel and changes_since(first, [kernel]) == of_kernel
     others = changes_since(first, ["probemon/engine"])
     assert others and not any(name.startswith(kernel) for name in others)
+
+
+def test_packs_are_others_where_a_score_can_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("staleness.ROOT", tmp_path)
+    pack = tmp_path / "probes/a"
+    pack.mkdir(parents=True)
+
+    def commit(tensors, **manifest):
+        (pack / "probes.safetensors").write_text(tensors)
+        (pack / "manifest.json").write_text(json.dumps(manifest))
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a pack"]):
+            subprocess.run([*git, *command], cwd=tmp_path, check=True)
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return head.stdout.strip()
+
+    (tmp_path / "probemon").mkdir()
+    (tmp_path / "scripts").mkdir()
+    for name in ("probemon", "scripts"):
+        (tmp_path / name / "code.py").write_text("")
+    first = commit("weights", host={"fingerprint": "a"}, score_rule="path")
+    commit("weights", host={"fingerprint": "b", "settings": {}}, score_rule="path")
+    assert changes_since(first, ["probes"]) == []
+    commit("weights", host={"fingerprint": "b"}, score_rule="own")
+    assert changes_since(first, ["probes"]) == ["probes holds other packs"]
+    commit("others", host={"fingerprint": "a"}, score_rule="path")
+    assert changes_since(first, ["probes"]) == ["probes holds other packs"]

@@ -72,7 +72,7 @@ from probemon.packs.tensors import (
 
 _FINITE_BYTES = _BLOCK_BYTES = 64 << 20
 _SMALL_BYTES = 16 << 10
-_MAX_REPLAY_ERROR = 1e-5
+MAX_REPLAY_ERROR = 1e-5
 
 
 class OpenedPack:
@@ -375,7 +375,7 @@ class OpenedPack:
         error = (replayed - recorded).abs()
         self.check_unchanged()
         worst = float(error.max()) if error.numel() else 0.0
-        if not worst <= _MAX_REPLAY_ERROR:
+        if not worst <= MAX_REPLAY_ERROR:
             probe = int(error.max(dim=0).values.argmax())
             raise PackCorrupt(
                 f"{self.directory}: golden replay of {self.concepts[probe]['id']!r} is off by {worst:.3g} (at most"

@@ -47,6 +47,9 @@ Judge = Callable[[Question], str | tuple[str, str]]
 class Escalate:
     """The action of a rule: ask `judge`, and do as it says.
 
+    It is asked when the rule is met, which is once for as long as the score stays over the threshold: "pass" holds
+    until the score has fallen, and of an aggregate that never falls ("max") to the end of the row.
+
     `judge(question)`: returns "stop" or "pass", or one of these and the reason, in words.
     `within`: seconds that it has, from the event on. It counts them in a queue, too.
     `meanwhile`: "hold" lets the generation wait for the verdict, "pass" lets it go on until a verdict stops it, "stop"

@@ -1,4 +1,4 @@
-"""Rules on concepts: a score, or its aggregate, over a threshold for some tokens in a row makes an event.
+"""Rules on concepts: a score, or its aggregate, over a threshold for some tokens in a row makes an event, one a streak.
 
 [rule] = make_rules(pack, "weapon", above=0.9, for_tokens=3, aggregate="ema:0.3", action="stop")
 for i, score, value in rule.observe(placed, scores, states): ...      # the tokens at which it is met

@@ -191,7 +191,9 @@ class MonitorRun:
         action: Action = "stop",
         on_blind: Action = "pass",
     ) -> None:
-        """Act when a concept scores over `above` at `for_tokens` generated tokens in a row.
+        """Act when a concept scores over `above` at `for_tokens` generated tokens in a row: once, until it was at
+        `above` or below it again at a token that was seen. With an aggregate that never falls, "max", that is once a
+        row.
 
         `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
         with `*`): a rule for each.

@@ -273,8 +273,10 @@ class TokenBatch:
 
     `generation`: its number in the run, from 0; `row`, `position`, `token_id` `[N]` int64 (`position` is a column of
     what `generate` returns, below 0 for a prompt of embeddings, which it does not return); `phase` PROMPT or GENERATED;
-    `provisional`: of beams, of which few will be returned; `scores` of N states, with their coverage; `request`: the id
-    of a request of continuous batching, else ""; `deployment`: the hash of the file that said what is watched, else "".
+    `provisional`: of beams, also those of the prompt. Then `row` is `text * num_beams + beam` (the first beam for a
+    prompt) and no row of what `generate` returns; few beams will be returned, and `run.result` has these; `scores` of N
+    states, with their coverage; `request`: the id of a request of continuous batching, else ""; `deployment`: the hash
+    of the file that said what is watched, else "".
     """
 
     generation: int

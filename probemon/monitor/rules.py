@@ -41,7 +41,8 @@ class Event:
 
     `value` is the `score` of the token, or what the rule's `aggregate` makes of those so far. `column` counts from the
     start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the
-    run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned.
+    run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned: `row`
+    is then `text * num_beams + beam`.
     `alert_set`: the pack's set of alert thresholds that `above` is of; None where it was given, or the set has no name.
     `reading`: what each memory of the host read most at the token, where the run watches it (`routing=True`).
     `blind`: why the token has no scores, where the event is of `on_blind`; `score` and `value` say nothing then.

@@ -221,7 +221,8 @@ class _Counted(io.FileIO):
 class JsonLinesSink(FileSink):
     """Writes one JSON object a line for each token.
 
-    - `generation`, `row`, `position`, `token_id`, `phase` ("prompt" or "generated"), `provisional`.
+    - `generation`, `row`, `position`, `token_id`, `phase` ("prompt" or "generated").
+    - `provisional`: whether the token is of beams, whose `row` is no row of the output (`core.scores.TokenBatch`).
     - `request`: only where there is one.
     - `scores`: `[concept id, score]` of the active probes, best first, at most `top_k` (None: all). A score is the fp32
       value exactly, null for NaN.
@@ -319,15 +320,10 @@ class ParquetSink(FileSink):
         token = scores.state_of
         self._totals.update(coverage.totals())
         if batch.deployment and len(batch) and batch.deployment not in self._deployments:
-            row, position = int(batch.row[0]), int(batch.position[0])
-            first = {"generation": int(batch.generation), "row": row, "position": position}
-            self._deployments[batch.deployment] = {"deployment": batch.deployment, **first}
+            self._deployments[batch.deployment] = {"deployment": batch.deployment, **_place(batch, 0)}
         for t, reason in enumerate(coverage.unseen):
             if reason and len(self._unseen) < self.max_unseen:
-                row, position = int(batch.row[t]), int(batch.position[t])
-                self._unseen.append(
-                    {"generation": int(batch.generation), "row": row, "position": position, "reason": reason}
-                )
+                self._unseen.append({**_place(batch, t), "reason": reason})
         if not n:
             return
         self._columns.append(
@@ -367,6 +363,12 @@ class ParquetSink(FileSink):
         }
         self._writer.add_key_value_metadata({"probemon": json.dumps(about)})
         self._writer.close()
+
+
+def _place(batch: TokenBatch, t: int) -> dict[str, Any]:
+    """Return where a token is."""
+    row, position = int(batch.row[t]), int(batch.position[t])
+    return {"generation": int(batch.generation), "row": row, "position": position, "provisional": batch.provisional}
 
 
 def _without(batch: TokenBatch, n: int) -> TokenBatch:

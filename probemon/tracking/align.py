@@ -38,7 +38,8 @@ class Forward:
 class PlacedTokens:
     """Real tokens of a forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
 
-    `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned.
+    `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned, and
+    none by its row here.
     """
 
     rows: Ints

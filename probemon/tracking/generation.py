@@ -185,9 +185,12 @@ class Generation:
             )
 
     def beam_tokens(self, placed: PlacedTokens) -> PlacedTokens:
-        """Return what is scored: a prompt once, in the first of its beams, a generated token for every beam."""
+        """Return what is scored: a prompt once, in the first of its beams, a generated token for every beam. All is
+        provisional, since no row of beams is one of the output.
+        """
         beams = self.recording.beams
         assert beams is not None and self.ids is not None
+        placed = dataclasses.replace(placed, provisional=True)
         if placed.phase == PROMPT:
             return placed.take(np.flatnonzero(placed.rows % beams.n_beams == 0))
         self.origin = beams.advance(self.ids, self.recording.n_entries)
@@ -195,7 +198,7 @@ class Generation:
             self.rule_states[number] = {
                 row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before
             }
-        return dataclasses.replace(placed, provisional=True)
+        return placed
 
     def accepted(self, ids: Tensor) -> Iterator[tuple[PlacedTokens, States | str]]:
         """Yield the drafts in the accepted sequence `ids [1, L]`, token by token; the others are forgotten."""

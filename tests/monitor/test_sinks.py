@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from probemon import DynamicProbeManager
 from probemon.core.scores import AUDITED, GENERATED, PHASES, PROMPT, Coverage, Scores, TokenBatch
 from probemon.errors import ConfigError, MissingExtra, ProbemonError, SinkFailed
 from probemon.monitor.delivery import Delivery, SinkStats
@@ -242,6 +244,23 @@ def test_json_lines_name_the_unseen_and_why(tmp_path):
     assert found == [(token["position"], token["unseen"]) for token in tokens if token["unseen"]] != []
 
 
+@pytest.mark.parametrize("beams", [1, 2], ids=["rows", "beams"])
+def test_a_token_whose_row_is_none_of_the_output_is_provisional(model, pack, beams):
+    ids, sink = torch.tensor([[5, 9, 13], [7, 11, 3], [8, 4, 6]]), MemorySink()
+    with DynamicProbeManager(pack).attach(model) as run:
+        run.add_sink(sink)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=beams, max_new_tokens=3)
+    tokens = [
+        (batch.provisional, batch.phase, int(row), int(position), int(token))
+        for batch in sink.batches
+        for row, position, token in zip(batch.row, batch.position, batch.token_id, strict=True)
+    ]
+    assert {provisional for provisional, *_ in tokens} == {beams > 1}
+    assert all(out[row // beams, position] == token for _, phase, row, position, token in tokens if phase == PROMPT)
+    if beams == 1:
+        assert all(out[row, position] == token for *_, row, position, token in tokens)
+
+
 def test_a_score_that_is_not_a_number_is_null_in_json(tmp_path):
     batch, tokens = make_batch(np.random.default_rng(2), 9)
     batch.scores.values[0] = np.nan
@@ -278,7 +297,7 @@ def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
     path, (batches, tokens) = tmp_path / "a.parquet", make_batches(seed=5)
     write_all(ParquetSink(path), batches)
     about = json.loads(pq.read_table(path).schema.metadata[b"probemon"])
-    keys = ("generation", "row", "position")
+    keys = ("generation", "row", "position", "provisional")
     unseen = [{key: token[key] for key in keys} | {"reason": token["unseen"]} for token in tokens if token["unseen"]]
     sums = {
         name: sum(token["coverage"][name] for token in tokens)

@@ -23,6 +23,7 @@ from probemon.monitor.publisher import Publisher
 from probemon.monitor.rungs import LEFT_OUT
 from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.token_source import TokenSource
+from probemon.tracking.watched_threads import WatchedThreads
 
 OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
 BLIND_SHARE = 0.01  # of the tokens: where more are not scored, a check fails
@@ -80,13 +81,14 @@ def run_health(
     watcher: TokenSource,
     publisher: Publisher,
     failures: Failures,
+    threads: WatchedThreads,
     *,
     ended: bool,
     not_numbers: Collection[str],
     host_changed: bool,
 ) -> Health:
-    """Return the health of a run from what it knows by now. `not_numbers`: see `Scorer.not_numbers`. `host_changed`:
-    within a generation or a document, or an earlier turn of it.
+    """Return the health of a run from what it knows by now. `threads`: whose forwards it watches. `not_numbers`: see
+    `Scorer.not_numbers`. `host_changed`: within a generation or a document, or an earlier turn of it.
     """
     tokens = Counter(publisher.tokens)
     return Health(
@@ -94,7 +96,7 @@ def run_health(
             _attached(watcher, ended),
             _hooks(watcher.hook_faults()),
             _gaps(watcher.n_gaps, tokens.total()),
-            _tokens(watcher, tokens, not_numbers, ended),
+            _tokens(watcher, tokens, not_numbers, threads, ended),
             _states(tokens, not_numbers),
             _host(host_changed, publisher.n_host_changes),
             _callbacks(failures),
@@ -138,24 +140,25 @@ def _gaps(n_gaps: int, n_tokens: int) -> Check:
     )
 
 
-def _tokens(watcher: TokenSource, tokens: Counter[str], not_numbers: Collection[str], ended: bool) -> Check:
+def _tokens(
+    watcher: TokenSource, tokens: Counter[str], not_numbers: Collection[str], threads: WatchedThreads, ended: bool
+) -> Check:
     name, n_tokens, n_forwards = "tokens", tokens.total(), len(watcher.forward_seconds)
     if n_tokens:
         told_elsewhere = {"", *not_numbers, *LEFT_OUT.values()}
         unseen = {reason: n for reason, n in tokens.items() if reason not in told_elsewhere}
         n_unseen = sum(unseen.values())
         if not n_unseen:
-            return Check(name, OK, f"{n_tokens:,} tokens were read")
+            elsewhere = ", and what other threads ran is not counted" if threads.ran_in_other else ""
+            return Check(name, OK, f"{n_tokens:,} tokens were read{elsewhere}")
         reason = max(unseen, key=lambda reason: unseen[reason])
         what = f"{n_unseen:,} of {n_tokens:,} tokens were not seen ({reason}: {unseen[reason]:,})"
         return Check(name, state_of(n_unseen, n_tokens), what, "See the checks of hooks and gaps; they are not scored.")
     if watcher.ranks is not None and not watcher.ranks.scores:
         return Check(name, OK, f"this is rank {watcher.ranks.rank} of one model: rank 0 scores")
     if not watcher.called:
-        what = "the model ran nothing while it was watched"
-        if not ended:
-            return Check(name, OK, what)
-        return Check(name, WARNING, what, "Attach to the very model that generates, not to a copy.")
+        what, remedy = threads.silence
+        return Check(name, WARNING, f"the model {what}", remedy) if ended else Check(name, OK, f"the model {what}")
     if not n_forwards and not ended and (watcher.generating or watcher.recordings):
         return Check(name, OK, "the first forward has not ended yet")
     return Check(

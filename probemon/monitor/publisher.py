@@ -36,6 +36,7 @@ from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
+from probemon.tracking.watched_threads import WatchedThreads
 
 Listener = Callable[[PlacedTokens, Scores, MemoryReads | None], None]
 LOG = logging.getLogger("probemon")
@@ -174,17 +175,18 @@ class Publisher:
                 n_tokens = stats.n_written + stats.n_dropped
                 LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, n_tokens)
 
-    def warn_of_silence(self, model: object, called: bool) -> None:
+    def warn_of_silence(self, model: object, called: bool, threads: WatchedThreads) -> None:
         """Warn where rules and sinks were quiet for another reason than that nothing was wrong.
 
-        `called`: whether `model` ran. The warning names the line that called the caller.
+        `called`: whether `model` ran in those `threads` that are watched. The warning names the line that called the
+        caller.
         """
         n_unjudged, n_passing = self._unjudged.total(), sum(rule.on_blind == PASS for rule in self.rules)
         if self.acts and not called:
+            what, remedy = threads.silence
             warnings.warn(
                 f"{counted(len(self.rules), 'rule')} and {counted(len(self._sinks), 'sink')} set, but this"
-                f" {type(model).__name__} ran nothing while it was watched: is it the very model that generated, and"
-                " not a copy?",
+                f" {type(model).__name__} {what}. {remedy}",
                 UserWarning,
                 stacklevel=3,
             )

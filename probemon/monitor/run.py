@@ -55,6 +55,7 @@ from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording
 from probemon.tracking.stopped_rows import StoppedRows
 from probemon.tracking.token_source import TokenSource
+from probemon.tracking.watched_threads import WatchedThreads
 from probemon.tracking.watcher import Watcher
 
 
@@ -421,6 +422,7 @@ class MonitorRun:
             self._watcher,
             self._publisher,
             self._failures,
+            self._threads,
             ended=self._entered and not self._watcher.open,
             not_numbers=self.manager.not_numbers,
             host_changed=self._publisher.host_changed or any(one.host_changed for one in list(self.recordings)),
@@ -501,9 +503,14 @@ class MonitorRun:
                 " Rules are asked of generated tokens: use model.generate(), put a loop of your own into"
                 " `with run.generating(from_column=...)`, or read documents in a run without rules"
             )
-        publisher.warn_of_silence(self.model, self._watcher.called)
+        publisher.warn_of_silence(self.model, self._watcher.called, self._threads)
         if self._raise_failures:
             failures.raise_first()
+
+    @property
+    def _threads(self) -> WatchedThreads:
+        """Whose forwards are watched: those of every thread, where an engine of its own says what it ran."""
+        return self._watcher.threads if isinstance(self._watcher, Watcher) else WatchedThreads(one_thread=False)
 
     def _keep_gap(self, gap: Gap) -> None:
         self.gaps.append(gap)

@@ -183,6 +183,7 @@ class DecoderHooks:
         if self._in_parts or self._bracket.is_open:
             self._begin_compiled(args, kwargs)
         if self._threads.one_thread and self._threads.in_other:
+            self._threads.ran_in_other = True
             return
         begin = time.perf_counter()
         thread = self.thread

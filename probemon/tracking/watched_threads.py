@@ -3,6 +3,7 @@
 threads = WatchedThreads(one_thread=True)
 threads.attach()                     # in the thread that enters the block of the run
 threads.in_other                     # in any thread: whether what it runs is not watched
+threads.silence                      # what is known where nothing that is watched ran, and what to do
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class WatchedThreads:
 
     def __init__(self, one_thread: bool) -> None:
         self.one_thread, self._here = one_thread, threading.local()  # no number, which is another thread's later
+        self.ran_in_other = False  # whether the host ran in a thread that is not watched, as far as is known
         self._before: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def attach(self) -> None:
@@ -37,3 +39,14 @@ class WatchedThreads:
     def in_other(self) -> bool:
         """Whether the calling thread is not watched."""
         return self.one_thread and not self.attached_here
+
+    @property
+    def silence(self) -> tuple[str, str]:
+        """What a host of which nothing was watched did, as a sentence goes on after its name, and the remedy."""
+        if not self.one_thread:
+            return "ran nothing while it was watched", "Attach to the very model that generates, not to a copy."
+        what = "ran nothing in the one thread that is watched (one_thread)"
+        if self.ran_in_other:
+            remedy = "Attach in the thread that generates, or without one_thread=True."
+            return f"{what}; it ran in another, whose forwards are not counted", remedy
+        return what, "Attach to the very model that generates, not to a copy, and in the thread that generates."

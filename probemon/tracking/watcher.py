@@ -75,7 +75,7 @@ class Watcher:
         one_thread: bool = False,
     ) -> None:
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
-        self._threads, self._observer = WatchedThreads(one_thread), observer or Observer()
+        self.threads, self._observer = WatchedThreads(one_thread), observer or Observer()
         scores = self.ranks is None or self.ranks.scores
         self._hooks = DecoderHooks(
             model,
@@ -87,7 +87,7 @@ class Watcher:
             take_stop=self._take_stop,
             acts=acts,
             observer=self._observer,
-            threads=self._threads,
+            threads=self.threads,
         )
         self._running: list[Generation] = []
         self._n_beside = 0  # generations of threads that are not watched
@@ -175,13 +175,13 @@ class Watcher:
                     " which torch does not survive while that thread runs them. Watch all threads with one run, attach"
                     " one after the other, or leave the host as it is"
                 )
-            self._threads.attach()
+            self.threads.attach()
             self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
                 shadow(stack, self._hooks, self.model, "generate", self._follow_generate)
                 shadow_prepared_inputs(stack, self._hooks, self.model, self._prepare_inputs)
                 shadow_stopping_criteria(stack, self._hooks, self.model, self._follow_criteria)
-                if self._threads.one_thread:
+                if self.threads.one_thread:
                     shadow(stack, self._hooks, self.model, "init_continuous_batching", self._refuse_batches)
                 else:
                     self._hooks.batches.shadow(stack, self._hooks)
@@ -201,7 +201,7 @@ class Watcher:
     # -- one generate() --------------------------------------------------------------------------
 
     def _follow_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._threads.in_other:
+        if self.threads.in_other:
             with self._beside():
                 return original(*args, **kwargs)
         outer = self._hooks.thread.generation
@@ -244,7 +244,7 @@ class Watcher:
         """Follow a loop of forwards in the calling thread as one generation, generated from a column on."""
         if not self.open:
             raise ConfigError("run.generating is for the inside of the with block of attach()")
-        if self._threads.in_other:
+        if self.threads.in_other:
             raise ConfigError(
                 "this run was attached with one_thread: only the thread that entered its block is watched"
             )
@@ -294,7 +294,7 @@ class Watcher:
 
     def _tell_of_others(self) -> None:
         """Warn where rules or sinks act on what another thread generates, which has attached a run for it."""
-        if self._told_of_others or self._threads.attached_here or not self._acts():
+        if self._told_of_others or self.threads.attached_here or not self._acts():
             return
         with _ATTACHING:
             others = [one for one in _OPEN if one is not self and one.model is self.model]
@@ -309,7 +309,7 @@ class Watcher:
     @property
     def attached_here(self) -> bool:
         """Whether the calling thread is the one that attached."""
-        return self._threads.attached_here
+        return self.threads.attached_here
 
     @contextmanager
     def _following(self, generation: Generation) -> Iterator[None]:
@@ -347,7 +347,7 @@ class Watcher:
             self._on_end(recording)
 
     def _refuse_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._threads.in_other:
+        if self.threads.in_other:
             return original(*args, **kwargs)
         raise NotSupportedDecoding(
             "continuous batching generates in a thread of its own, and this run was attached with one_thread, to watch"
@@ -355,7 +355,7 @@ class Watcher:
         )
 
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._threads.in_other:
+        if self.threads.in_other:
             return original(*args, **kwargs)
         generation = self._hooks.thread.generation
         # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
@@ -372,14 +372,14 @@ class Watcher:
 
     def _follow_criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
-        if self._threads.in_other:
+        if self.threads.in_other:
             return criteria
         generation = self._hooks.thread.generation
         self._hooks.called = True
         # Where another run follows it, that was there first.
         if generation is None and not FOLLOWING.models[id(self.model)]:
             # In another thread it may have been running when this run attached.
-            if not self._threads.attached_here and not self._acts():
+            if not self.threads.attached_here and not self._acts():
                 LOG.warning(
                     "a generate() of another thread began before probemon was attached, was looked up before, or called"
                     " on the class: it is not watched"

@@ -638,7 +638,7 @@ MUTATIONS = [
     ),
     (
         "monitor/run.py",
-        "        publisher.warn_of_silence(self.model, self._watcher.called)",
+        "        publisher.warn_of_silence(self.model, self._watcher.called, self._threads)",
         "        pass",
         "a run that watched nothing looks calm",
     ),

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 import types
 
 import pytest
@@ -235,6 +236,41 @@ def test_a_run_whose_model_ran_nothing_warns_once_it_has_ended(manager, host):
     with manager.attach(copy.deepcopy(host)) as run:
         host.generate(PROMPT, **GREEDY)
     assert run.health().ok and warned(run.health())["tokens"] == "the model ran nothing while it was watched"
+
+
+@pytest.mark.parametrize("n_here", [0, 1], ids=["nothing here", "a generation here"])
+def test_what_another_thread_runs_is_told_of_a_run_of_one_thread(manager, host, n_here):
+    def other():
+        with torch.no_grad():
+            host.generate(PROMPT, **GREEDY)
+
+    with manager.attach(host, one_thread=True) as run:
+        assert (
+            named(run.health(), "tokens").what == "the model ran nothing in the one thread that is watched (one_thread)"
+        )
+        for _ in range(n_here):
+            host.generate(PROMPT, **GREEDY)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert run.health().ok
+    check = named(run.health(), "tokens")
+    if n_here:
+        assert (check.state, check.what) == ("ok", "8 tokens were read, and what other threads ran is not counted")
+    else:
+        assert check.state == "warning" and check.what.endswith("; it ran in another, whose forwards are not counted")
+        assert check.remedy == "Attach in the thread that generates, or without one_thread=True."
+
+
+def test_rules_of_a_run_of_one_thread_say_that_another_one_generated(manager, host):
+    with (
+        pytest.warns(UserWarning, match=r"1 rule and 0 sinks set, but this .* ran nothing in the one thread .* it ran"),
+        manager.attach(host, one_thread=True) as run,
+    ):
+        run.on("c0", above=0.0, action="record")
+        thread = threading.Thread(target=host.generate, args=(PROMPT,), kwargs=GREEDY)
+        thread.start()
+        thread.join()
 
 
 def test_a_first_forward_that_is_under_way_is_no_failure(manager, host):

@@ -176,7 +176,7 @@ def test_gradient_checkpointing_runs_layers_again_and_that_is_no_token(manager, 
 def test_a_run_with_rules_that_watched_nothing_warns(manager):
     model = make_model()
     other, sink = copy.deepcopy(model), MemorySink()
-    with pytest.warns(UserWarning, match="0 rules and 1 sink set.*not a copy"), manager.attach(other) as run:
+    with pytest.warns(UserWarning, match="0 rules and 1 sink set.*not to a copy"), manager.attach(other) as run:
         run.add_sink(sink)
         model.generate(IDS, **GREEDY)
     with pytest.warns(UserWarning, match="1 rule and 0 sinks set"), manager.attach(other) as run:

@@ -25,7 +25,7 @@ from typing import Any
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host.internals import is_stateful
-from probemon.host.model import adds_stream, find_layers, hidden_size, site_module, unwrap
+from probemon.host.model import adds_stream, check_one_feed_forward, find_layers, hidden_size, site_module, unwrap
 from probemon.host.trials import (
     AGAIN,
     BLOCKS,
@@ -61,13 +61,17 @@ class Abilities:
 
     def check_streams(self, sites: Sequence[Any]) -> None:
         """Raise `NotSupportedHost` where such layers are known not to give a token one state of the hidden size, and
-        where what such a block gives has the residual stream in it.
+        where what such a block gives has the residual stream in it, or is a part of what it stands for.
         """
-        trials = _trials_of(self._model)
         names = [site for site in sites if isinstance(site, str) and not is_recurrent(site)]
-        if trials is None or not names:
+        if not names:
             return
         _, layers = find_layers(self._model)
+        for site in names:
+            check_one_feed_forward(layers, site)
+        trials = _trials_of(self._model)
+        if trials is None:
+            return
         expected = (*ROWS_SHAPE, trials.width)
         for site in names:
             kind, at = parse_site(site)

@@ -157,6 +157,33 @@ def adds_stream(site: str, block: nn.Module) -> str:
     )
 
 
+def check_one_feed_forward(layers: nn.ModuleList, site: str) -> None:
+    """Raise `NotSupportedHost` where `mlp_out` would be one feed-forward part of several: the layer adds them up, and
+    what they give together is no module's.
+    """
+    kind, at = parse_site(site)
+    if kind != "mlp_out" or at >= len(layers):
+        return
+    layer, block = layers[at], site_module(layers, site)
+    beside = [name for name, part in layer.named_children() if part is not block and _feeds_forward(name, part, block)]
+    if beside:
+        name = next(name for name, part in layer.named_children() if part is block)
+        raise NotSupportedHost(
+            f"site {site!r}: {type(layer).__name__} has {', '.join(beside)} beside {name}, and adds up what these"
+            f" feed-forward parts give, which is the output of no module. Read resid_post.{at}"
+        )
+
+
+def _feeds_forward(name: str, part: nn.Module, block: nn.Module) -> bool:
+    """Whether a part of a layer is a feed-forward part, as `block` is: by its name, by experts, or by its class."""
+    if name in _BLOCKS["attn_out"]:  # attention may have experts, too
+        return False
+    inner = [(name, part), *part.named_modules()]
+    return name in _BLOCKS["mlp_out"] or any(
+        path.rpartition(".")[2] == "experts" or type(module) is type(block) for path, module in inner
+    )
+
+
 def host_state(model: Any) -> HostState:
     """What changes a host's hidden states without its being another model, as it is now."""
     adapters: set[str] = set()

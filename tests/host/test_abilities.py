@@ -4,6 +4,7 @@ A sample of `scripts/evidence/architectures.py`, which runs every architecture i
 no trace.
 """
 
+import copy
 import json
 import threading
 from pathlib import Path
@@ -222,6 +223,31 @@ def test_what_a_block_gives_is_read_only_where_the_stream_is_not_in_it(name):
         host(**({"decoder_input_ids": ids} if is_encoder_decoder(host) else {}), input_ids=ids)
     assert not any(hidden.any() for hidden in given.values())
     assert any(site.startswith("attn_out") for site in given) is (name in WITHOUT)
+
+
+def test_a_feed_forward_part_is_no_site_where_the_layer_adds_up_several():
+    """Two parts are told by experts, by their names, or as modules of one class; a mixer beside one is none."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "global_head_dim": 8, "num_global_key_value_heads": 1}
+    moe = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.AutoConfig.for_model(
+        "gemma4_text", **sizes, **heads, **moe, layer_types=kinds, hidden_size_per_layer_input=0
+    )
+    host = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(NotSupportedHost, match=r"has experts beside mlp, and adds up .*\. Read resid_post\.1"):
+        abilities.Abilities(host).check_streams(["resid_post.0", "mlp_out.1"])
+    with pytest.raises(NotSupportedHost, match="has experts beside mlp"):
+        StateReader(host, make_tokenizer(), ["mlp_out.0"], Reading())
+    abilities.Abilities(host).check_streams(["resid_post.1", "attn_out.1"])
+    for name, second in (("feed_forward", torch.nn.Linear(16, 16)), ("twin", "mlp"), ("twins", "mlps")):
+        host = host_of("llama")
+        mlp = host.model.layers[0].mlp
+        part = {"mlp": mlp, "mlps": torch.nn.ModuleList([mlp])}[second] if isinstance(second, str) else second
+        host.model.layers[0].add_module(name, copy.deepcopy(part))
+        with pytest.raises(NotSupportedHost, match=f"has {name} beside mlp"):
+            abilities.Abilities(host).check_streams(["mlp_out.0"])
+        abilities.Abilities(host).check_streams(["mlp_out.1"])
 
 
 def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatch):

@@ -304,7 +304,8 @@ def test_a_state_that_is_not_finite_is_unseen(manager, tokenizer, tmp_path):
     broken = make_model()
     with torch.no_grad():
         broken.model.embed_tokens.weight[4 + LETTERS.index("q")] = float("nan")
-    analysis = analyze(manager, broken, tokenizer, ["abcqab", "abc"], tmp_path / "out", floor=0.0)
+    with pytest.warns(UserWarning, match="this model's weights are others"):
+        analysis = analyze(manager, broken, tokenizer, ["abcqab", "abc"], tmp_path / "out", floor=0.0)
     documents = analysis.documents().to_pydict()
     assert (
         documents["n_unseen"] == [6, 0] and documents["active"][0] == 0 < documents["active"][1]

@@ -85,8 +85,8 @@ def _of_weights(pack: ProbePack, model: Any, now: HostState, strict: bool) -> li
     problems = []
     if known is None and (other := _other_name(stated.get("model_id"), model)):
         problems.append(
-            f"{pack.name} was made for {stated['model_id']}, of unknown weights, and this model is called {other}: scores"
-            " may mean nothing. `probemon calibrate` states the weights of the model it calibrates on"
+            f"{pack.name} was made for {stated['model_id']}, of unknown weights, and this model is called {other}:"
+            " scores may mean nothing. `probemon calibrate` states the weights of the model it calibrates on"
         )
     elif strict and (unknown := [part for part in ("fingerprint", "settings") if stated.get(part) is None]):
         problems.append(f"{pack.name} records no {unknown[0]} of its host, so nobody can tell whether {name} is it")

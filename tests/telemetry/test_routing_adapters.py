@@ -119,9 +119,7 @@ def test_probes_on_an_xlora_host_see_the_pass_with_adapters(adapters, tmp_path):
     manager = DynamicProbeManager(
         make_pack(tmp_path / "pack", model.get_base_model(), sites=("resid_post.0", "resid_post.2")), keep_top_k=6
     )
-    with pytest.warns(UserWarning, match="adapters"):
-        run = manager.attach(model, routing=True)
-    with run:
+    with manager.attach(model, routing=True) as run:
         out = model.generate(input_ids=BATCH, **PADDED)
     result = run.result(out)
     for row, line in enumerate(out.tolist()):

@@ -118,6 +118,7 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
 
     begun = time.perf_counter()
     data = prepare(Source(args.wordnet, args.site_layer, args.seed))
+    data.host["settings"] = settings_of_host()
     prepared = time.perf_counter()
     pack = build_pack(data, shape=args.shape, out=args.out, choice=Choice(), versions=versions())
     seconds = {"data": round(prepared - begun, 1), "training_and_measuring": round(time.perf_counter() - prepared, 1)}
@@ -128,6 +129,13 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
     if args.figures:
         keep_figures(args.figures, args.out.name, entry)
     return {"pack": str(args.out), "n_probes": pack.n_probes, **entry}
+
+
+def settings_of_host() -> dict[str, Any]:
+    from probemon.bundled import load_bundled
+    from probemon.core.host_settings import state_settings
+
+    return state_settings(load_bundled()[0].config.to_dict())
 
 
 def size_of(folder: Path) -> int:

@@ -74,7 +74,6 @@ def prepare(source: Source) -> Dataset:
     """Find WordNet, load the host model, let it write some text, collect the points and read their states."""
     from probemon.bundled import MODEL_ID, REVISION, cache_dir, load_bundled
     from probemon.host.fingerprint import fingerprint
-    from probemon.host.identity import stated_host
 
     folder = find_wordnet(source.wordnet)
     cache = cache_dir() / "wordnet-pack"
@@ -90,7 +89,13 @@ def prepare(source: Source) -> Dataset:
     running = Running.read(
         model, tokenizer, wordnet, passages(generated), layer=source.layer, fingerprint=mark, folder=cache
     )
-    stated = stated_host(model, MODEL_ID)
-    host = {**stated, "revision": REVISION, "quantisation": "GGUF Q4_1, dequantised to bf16"}
+    host = {
+        "model_id": MODEL_ID,
+        "revision": REVISION,
+        "hidden_size": model.config.hidden_size,
+        "n_layers": model.config.num_hidden_layers,
+        "fingerprint": mark,
+        "quantisation": "GGUF Q4_1, dequantised to bf16",
+    }
     embedding = model.get_input_embeddings().weight.detach()
     return Dataset(source, wordnet, licence_text(folder), points, texts, states, tokens.id, embedding, host, running)

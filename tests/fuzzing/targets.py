@@ -233,7 +233,10 @@ def _judge_torch(found: Any, call: Call) -> None:
         expected = independent.torch_file(call.source / "x.pt")
     except Unreadable:
         return
-    if not _same(found, expected):
+    # Of some broken files torch reads memory that is not theirs: other numbers each time.
+    if not _same(found, expected) and all(
+        _same(expected, independent.torch_file(call.source / "x.pt")) for _ in "1234"
+    ):
         raise Wrong(f"{found!r:.300} was read, torch reads {expected!r:.300}")
 
 

@@ -53,7 +53,7 @@ class Filter:
             delta = choice.get("delta") or {}
             told, summary = delta.pop("probemon", None) or {}, delta.pop("probemon_summary", None)
             for met in told.get("events", ()):
-                await _say(__event_emitter__, f"{met['name']} {met['score']:.2f} > {met['threshold']:.2f}", False)
+                await _say(__event_emitter__, rule_said(met), False)
             if summary is not None:
                 self._summaries[(__metadata__ or {}).get("message_id", "")] = summary
                 while len(self._summaries) > N_ANSWERS:
@@ -69,11 +69,19 @@ class Filter:
         return body
 
 
+def rule_said(event: dict[str, Any]) -> str:
+    """Return an event in words: the score over its threshold, or why there is none, where `blind` says so."""
+    if event.get("blind"):
+        return f"{event['name']} not known: {event['blind']}"
+    return f"{event['name']} {event['score']:.2f} > {event['threshold']:.2f}"
+
+
 def line(summary: dict[str, Any]) -> str:
     """Return a summary in one line: what was leading, what stopped the answer, and how much was not seen."""
     names = ", ".join(concept["name"] for concept in summary["leading"][:3]) or "no concept over its threshold"
     names += f" and {summary['n_leading'] - 3} more" if summary["n_leading"] > 3 else ""
-    stopped = f"; stopped by {summary['stopped_by']['name']}" if summary["stopped_by"] else ""
+    by = summary["stopped_by"]
+    stopped = "" if not by else f"; stopped: {rule_said(by)}" if by.get("blind") else f"; stopped by {by['name']}"
     return f"{names}{stopped}; {summary['coverage']['unseen']} of {summary['coverage']['tokens']} tokens unseen"
 
 

@@ -70,15 +70,16 @@ def wait_for_answers(run: Any, seconds: float = 30) -> None:
 
 
 def described(event: Any) -> dict[str, Any]:
-    """Return what is told of an event."""
+    """Return what is told of an event; where `blind` says why its token has no score, there is none."""
     return {
         "concept": event.concept,
         "name": event.name,
         "column": event.column,
-        "score": round(event.score, 4),
+        "score": None if event.blind else round(event.score, 4),
         "above": round(event.above, 4),
         "generation": event.generation,
         "request": event.request,
+        **({"blind": event.blind} if event.blind else {}),
     }
 
 

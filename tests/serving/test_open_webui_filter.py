@@ -64,6 +64,18 @@ def test_concepts_become_status_lines_and_a_table_and_no_client_sees_our_keys(se
     assert again["messages"][-1]["content"] == "x"
 
 
+def test_a_rule_that_is_not_known_is_no_score_over_a_threshold(filter_module):
+    event = {"name": "animal", "score": 0.0, "threshold": 0.99, "blind": "hidden state is not finite"}
+    summary = {"leading": [], "n_leading": 0, "stopped_by": event, "coverage": {"unseen": 1, "tokens": 3}}
+    delta = {"probemon": {"events": [event]}, "probemon_summary": summary}
+    _, said = filtered(filter_module.Filter(), [{"choices": [{"delta": delta}]}])
+    why = "animal not known: hidden state is not finite"
+    assert [line["description"] for line in said] == [
+        f"probemon: {why}",
+        f"probemon: no concept over its threshold; stopped: {why}; 1 of 3 tokens unseen",
+    ]
+
+
 def test_names_from_a_pack_are_no_markdown(filter_module):
     path = ["a|b", "[x](javascript:y)", "<img>"]
     concept = {"path": path, "name": "a", "score": 0.5, "strength": None, "precision": None}

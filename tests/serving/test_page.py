@@ -340,6 +340,31 @@ def test_a_rule_of_the_form_stops_the_answer_at_its_token_and_its_event_is_liste
     assert page("localStorage.getItem('probemon-rules')") == "[]"
 
 
+def test_an_event_without_a_score_says_wherever_it_is_shown_that_its_rule_was_not_known(
+    page_browser, page_server, tmp_path
+):
+    run = record(page_server, ask(page_server, "saved"))
+    choice, why = run["choices"][0], "hidden state is not finite"
+    met = {"choice": 0, "concept": "c2", "name": "concept 2", "position": choice["tokens"][3]["position"]}
+    met |= {"score": 0.5, "threshold": 0.25, "action": "stop", "for_tokens": 2, "aggregate": None}
+    blind = {**met, "name": "concept 4", "concept": "c4", "score": 0.0, "blind": why}
+    told = {**blind, "name": "concept 6", "concept": "c6", "action": "tell"}
+    choice["events"], choice["summary"]["stopped_by"] = [blind, told, met], blind
+    saved = {"format": "probemon-run-2", "pack": page_server.get("/v1/probemon/pack"), "run": run}
+    (tmp_path / "run.json").write_text(json.dumps(saved))
+    page = visit(page_browser, page_server)
+    open_file(page, tmp_path / "run.json")
+    page.until("document.querySelector('.halt') !== null")
+    ending = f"stopped: concept 4 was not known: {why}"
+    assert page("document.querySelector('.halt').textContent") == ending
+    assert ending in page("document.getElementById('answer-state').textContent")
+    said = [f"concept 4 was not known, which stopped it: {why}", f"concept 6 was not known: {why}"]
+    flag = page("document.querySelector('#lanes .flag').title")
+    assert flag == f"token {met['position']}: {', '.join(said)}, concept 2 stopped it"
+    listed = page("[...document.querySelectorAll('#events li > span:nth-child(2)')].map((n) => n.textContent)")
+    assert listed == [*said, "concept 2 stopped it: 0.500 over 0.250 for 2 tokens"]
+
+
 def test_rules_that_were_kept_are_read_with_what_they_leave_out_and_without_what_is_none(page_browser, page_server):
     page = visit(page_browser, page_server)
     kept = [{"concept": "c1"}, {"concept": "c2", "above": 0.5, "for_tokens": 2, "action": "stop"}]

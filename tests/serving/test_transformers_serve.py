@@ -3,6 +3,7 @@
 import gc
 import sys
 import time
+from dataclasses import replace
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from conftest import make_pack
-from probemon import DynamicProbeManager, ProbePack
+from probemon import DynamicProbeManager, Event, ProbePack
 from probemon.errors import NotSupportedHost
 from run_examples import EXAMPLES
 from running_server import demo_tokenizer, tiny_host
@@ -73,6 +74,15 @@ def test_its_texts_are_the_hosts_and_its_events_those_of_a_stream(folders):
     assert texts == [tokenizer.decode(generated, skip_special_tokens=True)] * 2
     assert expected
     assert events == [event | {"generation": i} for i in range(2) for event in expected]
+
+
+def test_an_event_of_a_token_without_a_score_says_why_and_names_no_score():
+    event = Event(
+        "c1", "one", ("one",), 0, 3, 7, score=0.0, above=0.5, for_tokens=1, blind="hidden state is not finite"
+    )
+    told = described(event)
+    assert told["score"] is None and told["blind"] == "hidden state is not finite"
+    assert "blind" not in described(replace(event, blind=""))
 
 
 def test_another_version_is_refused_by_name(folders, monkeypatch):

@@ -4,8 +4,7 @@
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
 import { lanesOf, nearest, strengthAt } from "./digest.js";
-import { clip } from "./harmless.js";
-import { linesOf, nameOf, signed } from "./said.js";
+import { cameOf, linesOf, nameOf, ruleOf, signed } from "./said.js";
 import { badge } from "./now.js";
 import { hueOf } from "./tokens.js";
 
@@ -133,14 +132,14 @@ function coverageLane(view) {
   );
 }
 
-/** A sign at each token at which a rule was met. */
+/** A sign at each token at which a rule was met, or was not known. */
 function eventMarks({ choice, upto }) {
   const byPosition = Map.groupBy(choice.events, ({ position }) => position);
   return [...byPosition].flatMap(([position, events]) => {
     const i = choice.tokens.findIndex((token) => token.position === position);
     const stops = events.some(({ action }) => action === "stop");
     if (i < 0 || i > upto) return [];
-    const told = events.map(({ action, name }) => `${clip(name, 60)} ${action === "stop" ? "stopped it" : "was met"}`);
+    const told = events.map((event) => `${ruleOf(event)} ${cameOf(event)}`);
     const title = `token ${position}: ${told.join(", ")}`;
     const node = el("span", { class: `flag ${stops ? "stop" : "tell"}`, title }, stops ? "■" : "▲");
     node.style.left = `${(100 * (i + 0.5)) / columnsOf(choice)}%`;
@@ -180,7 +179,7 @@ export function drawLanes(app, view) {
             el(
               "div",
               { class: "lane axis" },
-              el("span", { class: "concept dim" }, "rules met"),
+              el("span", { class: "concept dim" }, "rules"),
               el("div", { class: "flags" }, eventMarks(view)),
               el("span"),
             ),

@@ -3,7 +3,7 @@
 import { $, el } from "./elements.js";
 import { score } from "./words.js";
 import { clip } from "./harmless.js";
-import { quoted } from "./said.js";
+import { cameOf, quoted, ruleOf } from "./said.js";
 import { nMissing } from "./state.js";
 
 const NAME = "probemon-rules";
@@ -111,10 +111,10 @@ function drawEvents(app, view) {
         el(
           "span",
           {},
-          el("bdi", {}, clip(event.name ?? event.concept, 60)),
-          event.action === "stop" ? " stopped it: " : " was met: ",
-          event.blind ? `not known: ${event.blind}` : `${score(event.score)} over ${score(event.threshold)}`,
-          event.for_tokens > 1 ? ` for ${event.for_tokens} tokens` : "",
+          el("bdi", {}, ruleOf(event)),
+          ` ${cameOf(event)}`,
+          event.blind ? "" : `: ${score(event.score)} over ${score(event.threshold)}`,
+          event.for_tokens > 1 && !event.blind ? ` for ${event.for_tokens} tokens` : "",
         ),
         i < 0
           ? el("span", { class: "dim" }, at)

@@ -4,6 +4,7 @@ import { $, el } from "./elements.js";
 import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
 import { hashOf, NOWHERE } from "./link.js";
+import { stoppedBy } from "./said.js";
 import { isRunning, newestFirst } from "./state.js";
 
 /** What was asked, in a line. */
@@ -30,7 +31,7 @@ export function endingOf(run, i = 0) {
   if (run.error !== null && (finish === null || finish === "error")) return `failed: ${clip(run.error, 200)}`;
   if (finish === null && run.choices.some((choice) => choice.finish === "cancelled")) return "cancelled";
   const stopped = run.choices[i]?.summary?.stopped_by;
-  if (stopped) return `stopped by a rule: ${clip(stopped.name ?? stopped.concept, 60)}`;
+  if (stopped) return stoppedBy(stopped, "a rule: ");
   return (
     {
       stop: "complete",

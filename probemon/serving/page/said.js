@@ -35,6 +35,22 @@ export function inOneLine(pack, { c, score: value, strength }) {
     .join(", ");
 }
 
+/** The name of the concept that an event is of. */
+export const ruleOf = ({ name, concept }) => clip(name ?? concept, 60);
+
+const why = ({ blind }) => clip(blind, 200);
+
+/** What an event says after its name; one with `blind` is of a token without a score, of which nobody knows. */
+export function cameOf(event) {
+  const stopped = event.action === "stop";
+  if (event.blind) return `was not known${stopped ? ", which stopped it" : ""}: ${why(event)}`;
+  return stopped ? "stopped it" : "was met";
+}
+
+/** How an answer ended that an event stopped; `kind`: words before the name. */
+export const stoppedBy = (event, kind = "") =>
+  event.blind ? `stopped: ${ruleOf(event)} was not known: ${why(event)}` : `stopped by ${kind}${ruleOf(event)}`;
+
 /** Lines on a token: what it is, what leads there or why nothing is known of it. */
 export function linesOf(view, i) {
   const token = view.choice.tokens[i];

@@ -5,7 +5,7 @@ import { el } from "./elements.js";
 import { segments } from "./segments.js";
 import { strengthAt, tint, utf16Places } from "./digest.js";
 import { clip, harmless } from "./harmless.js";
-import { nameOf } from "./said.js";
+import { nameOf, stoppedBy } from "./said.js";
 
 const HUES = 8;
 export const hueOf = (mark) => (mark - 1) % HUES;
@@ -109,7 +109,7 @@ export function drawTokens(box, view) {
 }
 
 function drawStop(entry, stop, pack) {
-  const words = stop === null ? "" : `stopped by ${clip(stop.name ?? stop.concept, 60)}`;
+  const words = stop === null ? "" : stoppedBy(stop);
   if ((entry.stop?.textContent ?? "") === words) return;
   entry.stop?.remove();
   entry.stop = words

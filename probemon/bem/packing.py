@@ -19,6 +19,7 @@ from torch import Tensor
 
 from probemon.errors import NotSupportedDecoding
 from probemon.host.internals import attention_kind, is_stateful
+from probemon.host.packed_rows import goes_on_in_cache, is_flash, starts_by_position, tells_rows_apart
 
 _REMEDY = "give each sequence a row of its own, with a 2D attention mask"
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # flash attention reads all or none
@@ -70,14 +71,13 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
     """
     positions, lengths = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
     tokens: Tensor = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-    flash = attention_kind(host.config).startswith("flash")
-    by_position = _tells_rows_apart(positions, inputs.get("attention_mask"), flash)
+    flash, by_position = is_flash(host), tells_rows_apart(host, inputs)
     if lengths is None and not by_position:
         return None
     starts = None
     if by_position:
         assert isinstance(positions, Tensor)
-        starts = _starts_by_position(positions).expand(tokens.shape[:2])
+        starts = _checked_starts(positions).expand(tokens.shape[:2])
     if lengths is not None:
         told = _starts_by_lengths(lengths, tokens)
         if starts is None and not (flash and all(inputs.get(name) is not None for name in _VARLEN)):
@@ -97,19 +97,8 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
     return Packing.of(starts)
 
 
-def _tells_rows_apart(positions: Any, mask: Any, flash: bool) -> bool:
-    """Whether the host may tell sequences of one row apart by their positions: without a mask, or where flash attention
-    drops one that hides nothing.
-    """
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
-        return False
-    unmasked = mask is None or (flash and isinstance(mask, Tensor) and bool((mask != 0).all()))
-    return unmasked and bool((positions.diff(dim=1) != 1).any())
-
-
-def _starts_by_position(positions: Tensor) -> Tensor:
-    starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff(dim=1) != 1
+def _checked_starts(positions: Tensor) -> Tensor:
+    starts = starts_by_position(positions)
     if bool((positions[starts] != 0).any()):
         raise NotSupportedDecoding(
             "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row,"
@@ -141,10 +130,7 @@ def _starts_by_lengths(lengths: Any, tokens: Tensor) -> Tensor:
 def _check_host(host: Any, inputs: Mapping[str, Any], flash: bool, tokens: Tensor) -> None:
     """Refuse what the host would not keep apart, whatever where sequences begin."""
     packed = "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row"
-    use_cache = inputs.get("use_cache")
-    if use_cache is None:
-        use_cache = getattr(host.config, "use_cache", False)
-    if inputs.get("past_key_values") is not None or use_cache:
+    if goes_on_in_cache(host, inputs):
         raise NotSupportedDecoding(
             f"{packed}, and with a cache the host's attention goes from one to the next: give use_cache=False and no "
             f"cache, or {_REMEDY}"

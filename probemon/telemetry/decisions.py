@@ -169,18 +169,23 @@ class History:
         self._top[rows] = -1
         self._chunk[rows] = -1
 
-    def compare(self, rows: Ints, decisions: Decisions) -> Changes:
-        """Return what changed at tokens in `rows [n]`, in which those of a row stand together, and keep the newest."""
+    def compare(self, rows: Ints, decisions: Decisions, begins: Mask | None = None) -> Changes:
+        """Return what changed at tokens in `rows [n]`, in which those of a row stand together, and keep the newest.
+
+        `begins [n]`: a token that has no neighbour before it, since it is the first of a sequence packed in its row.
+        """
         first = np.where(decisions.finite, decisions.top_idx[:, :, 0], -1)
         before = np.empty_like(first)
         before[:, :1] = self._top[rows[:1]].T
         new_row = rows[1:] != rows[:-1]
         before[:, 1:] = np.where(new_row, self._top[rows[1:]].T, first[:, :-1])
+        if begins is not None:
+            before[:, begins] = -1
         flips = np.where((before < 0) | (first < 0), -1, before != first).astype(np.int8)
         self._top[rows] = first.T  # of a row that occurs more than once, the last
-        return Changes(flips, self._invalidated(rows, new_row, decisions))
+        return Changes(flips, self._invalidated(rows, new_row, decisions, begins))
 
-    def _invalidated(self, rows: Ints, new_row: Mask, decisions: Decisions) -> Mask:
+    def _invalidated(self, rows: Ints, new_row: Mask, decisions: Decisions, begins: Mask | None) -> Mask:
         if decisions.chunk is None:
             return np.zeros(decisions.raw.shape[:2], dtype=bool)
         chunk, code = decisions.chunk, decisions.raw
@@ -188,6 +193,8 @@ class History:
             self._code = np.zeros((len(self._chunk), *code[:, 0].shape), dtype=np.float32)
         chunk_before, code_before = self._chunk[rows], np.moveaxis(self._code[rows], 0, 1)
         chunk_before[1:][~new_row] = chunk[:-1][~new_row]
+        if begins is not None:
+            chunk_before[begins] = -1
         code_before[:, 1:][:, ~new_row] = code[:, :-1][:, ~new_row]
         differs = np.abs(code - code_before).max(axis=-1) > SAME * np.maximum(1, np.abs(code).max(axis=-1))
         self._chunk[rows] = chunk

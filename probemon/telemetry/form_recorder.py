@@ -129,11 +129,14 @@ class FormRecorder:
                 self._pairs[takes].popleft()
 
     def _neighbours(self, placed: PlacedTokens, request: str, takes: str, taken: Singles) -> Singles:
-        """The codes `[m, 2, r]` of tokens that follow each other in a row, in this batch or the last."""
+        """The codes `[m, 2, r]` of tokens that follow each other in a sequence, in this batch or the last."""
         pairs = []
-        for row, column, code in zip(placed.rows.tolist(), placed.columns.tolist(), taken, strict=True):
+        begins = np.zeros(len(placed), bool) if placed.begins is None else placed.begins
+        for row, column, begin, code in zip(
+            placed.rows.tolist(), placed.columns.tolist(), begins.tolist(), taken, strict=True
+        ):
             before, last = self._last.get((request, row, takes), (-2, code))
-            if before == column - 1:
+            if before == column - 1 and not begin:
                 pairs.append((last, code))
             self._last[request, row, takes] = column, code
             self._last.move_to_end((request, row, takes))
@@ -153,9 +156,9 @@ class FormRecorder:
           (None where one does not vary), and `gate_correlation`, the largest of them; `share` of the update's square by
           group; `energy` by group, of what the site is given: the logarithm of its mean square, as a mean over tokens
           where it is finite (None: nowhere), and `n_silent`, the tokens where it is not
-        - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a row (of
-          `active`; None where there were none), `margin` between what is kept and what is not, `usage_entropy` and
-          `information` (of a token's mask, in nats)
+        - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a
+          sequence (of `active`; None where there were none), `margin` between what is kept and what is not,
+          `usage_entropy` and `information` (of a token's mask, in nats)
         - kronecker: `frobenius`, `sigma1_at_most` and `stable_rank_at_least`, their squared ratio: means, exact for one
           term; `from_orthogonal` by term, the norm of `A A^T / tr(A A^T) - I / a1`: 0 where the rows of A are
           orthogonal and of one length; None for an A of zeros

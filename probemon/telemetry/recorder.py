@@ -405,7 +405,7 @@ class RoutingRecorder:
                     if recording.beams is not None:
                         state.pending.append(_PendingDecisions(tokens, first_entry + part, decisions, latency_us))
                     else:
-                        changes = state.history.compare(tokens.rows, decisions)
+                        changes = state.history.compare(tokens.rows, decisions, tokens.begins)
                         self._count(number, recording, tokens, decisions, changes, latency_us)
             if recording.beams is None:
                 self.n_tokens += len(placed)

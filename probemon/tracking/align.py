@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from probemon.core.hierarchy import Ints
+from probemon.core.hierarchy import Ints, Mask
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
 
@@ -27,11 +27,15 @@ NO_ID = -1  # of a token that was given as an embedding
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward of the host: ids [B, T] after `start` cached columns; mask [B, >= start + T], None for no padding."""
+    """A forward of the host: ids [B, T] after `start` cached columns; mask [B, >= start + T], None for no padding.
+
+    `starts [B, T]`: where a sequence begins of those packed in a row; None where each row is one.
+    """
 
     start: int
     ids: Ints
     mask: Ints | None
+    starts: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class PlacedTokens:
     """Real tokens of a forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
 
     `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned, and
-    none by its row here.
+    none by its row here. `begins [n]`: the token is the first of its sequence, where several are packed in a row, so
+    that the column before it is no neighbour; None where each row is one sequence.
     """
 
     rows: Ints
@@ -49,6 +54,7 @@ class PlacedTokens:
     phase: int
     draft: bool = False
     provisional: bool = False
+    begins: Mask | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,7 +62,12 @@ class PlacedTokens:
     def take(self, which: Ints) -> PlacedTokens:
         """Return the entries `which`."""
         return dataclasses.replace(
-            self, rows=self.rows[which], columns=self.columns[which], offsets=self.offsets[which], ids=self.ids[which]
+            self,
+            rows=self.rows[which],
+            columns=self.columns[which],
+            offsets=self.offsets[which],
+            ids=self.ids[which],
+            begins=None if self.begins is None else self.begins[which],
         )
 
     def moved(self, by: int) -> PlacedTokens:
@@ -167,7 +178,8 @@ class SequenceColumns:
                 continue
             rows, at = np.nonzero(real)
             offsets = at + (first - forward.start)
-            placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))
+            begins = None if forward.starts is None else forward.starts[rows, offsets]
+            placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase, begins=begins))
         self.frontier = end
         self.mask = forward.mask
         return placed

@@ -256,7 +256,7 @@ class DecoderHooks:
     def _open_forward(self, given: Mapping[str, Any], generation: Generation | None) -> bool:
         """Place the tokens of a forward; False where it is of a `generate()` that began before this run."""
         thread = self.thread
-        forward, cache = read_forward(given, generation)
+        forward, cache = read_forward(given, generation, self.decoder)
         if generation is None and self._plain.is_of_another_head(thread, forward, cache):
             return False
         if generation is None or generation.by_hand:

@@ -1,6 +1,6 @@
 """What one forward of a decoder is going to run, read from its arguments: ids, columns and padding.
 
-forward, cache = read_forward(given, generation)      # raises NotSupportedDecoding where columns would be a guess
+forward, cache = read_forward(given, generation, decoder)   # raises NotSupportedDecoding where columns would be a guess
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from probemon.errors import NotSupportedDecoding
 from probemon.host.cache import n_cached
+from probemon.host.packed_rows import sequence_starts
 from probemon.tracking.align import Forward, Ints
 from probemon.tracking.generation import Generation
 
 
-def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tuple[Forward, Any]:
-    """Return the forward that has the arguments `given`, by name, and its cache.
+def read_forward(given: Mapping[str, Any], generation: Generation | None, decoder: Any) -> tuple[Forward, Any]:
+    """Return the forward that has the arguments `given`, by name, of a decoder, and its cache.
 
     `generation` is None for a plain forward. Raises `NotSupportedDecoding`.
     """
@@ -54,7 +55,8 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tup
         mask = generation.extend_mask(mask, start + ids.shape[1])
     elif generation is not None:
         mask = generation.mask
-    return Forward(start, ids.detach().cpu().numpy(), mask), cache
+    starts = None if generation is not None else sequence_starts(decoder, given)
+    return Forward(start, ids.detach().cpu().numpy(), mask, None if starts is None else starts.cpu().numpy()), cache
 
 
 def _plain_mask(mask: Any) -> Ints | None:

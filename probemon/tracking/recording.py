@@ -278,7 +278,12 @@ class Recording:
         rows, columns, offsets, ids = (
             np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids")
         )
-        self.placed[-n:] = [PlacedTokens(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
+        begins = None
+        if any(p.begins is not None for p in placed):
+            begins = np.concatenate([np.zeros(len(p), bool) if p.begins is None else p.begins for p in placed])
+        self.placed[-n:] = [
+            PlacedTokens(rows, columns, offsets, ids, phase, provisional=placed[0].provisional, begins=begins)
+        ]
         del self.ages[len(self.ages) - n + 1 :]
         self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
         if self.reads:

@@ -23,6 +23,12 @@ PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 
 
+def packed(texts):
+    """Sequences `[1, L]` behind one another in a row, as a forward takes them."""
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in texts])[None]
+    return {"input_ids": torch.cat(texts, dim=1), "position_ids": positions, "use_cache": False}
+
+
 def make_moe(kind="mixtral", seed=0):
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})).eval()

@@ -13,6 +13,7 @@ from probemon.bem.forms.rank_mask import top_mask
 from probemon.errors import ConfigError
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.form_recorder import FormRecorder
+from routed_hosts import packed
 
 LENGTH = 16
 
@@ -195,6 +196,20 @@ def test_tokens_of_the_output_alone_count_and_those_that_follow_each_other_flip(
         recorder = FormRecorder(bem, monitor)
         host(some_ids(2, 1))
     assert {said["flips"] for said in recorder.report().values()} == {None}
+
+
+def test_sequences_packed_in_a_row_are_recorded_as_in_rows_of_their_own(host):
+    config = BemConfig(form="rank_mask", rank=6, active=2, width=6, chunk_tokens=3, prefix_tokens=6)
+    texts, reports = [some_ids(1, n, seed=n) for n in (7, 1, 5, 9)], []
+    with randomise(attach_bem(host, config), size=0.8) as bem, torch.no_grad():
+        for forwards in ([packed(texts)], [{"input_ids": ids} for ids in texts]):
+            with RoutingMonitor(host, bem=bem) as monitor:
+                recorder = FormRecorder(bem, monitor)
+                for inputs in forwards:
+                    host(**inputs)
+            reports.append(recorder.report())
+    for together, alone in zip(*(report.values() for report in reports), strict=True):
+        assert together["n_tokens"] == 22 and together["flips"] == alone["flips"] > 0
 
 
 def test_what_it_cannot_record_is_refused(host):

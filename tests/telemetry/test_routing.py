@@ -15,7 +15,7 @@ from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost, Unkno
 from probemon.monitor.sinks import CallbackSink
 from probemon.telemetry import DEFAULT_RULES, RoutingJsonLines, RoutingMonitor, RoutingParquet, Rule
 from probemon.telemetry.records import COLUMNS
-from routed_hosts import GREEDY, KINDS, PROMPT, make_moe
+from routed_hosts import GREEDY, KINDS, PROMPT, make_bem, make_moe, packed
 
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
 TOLERANCE = 5e-5  # of logits of about 5, in fp32, by a cache and without one
@@ -484,6 +484,39 @@ def test_a_router_that_stands_in_another_layer_now_is_not_read_as_the_one_of_its
 
 
 REPEATED = torch.tensor([[token] * 7 for token in range(3, 40)])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_neighbours_are_of_one_sequence_where_the_host_tells_packed_ones_apart(mixtral, cached):
+    """With a cache it goes on from one to the next, and there is one sequence."""
+    texts = list(torch.randint(3, 61, (1, 16), generator=torch.Generator().manual_seed(0)).split([5, 7, 1, 3], dim=1))
+    inputs = {**packed(texts), "use_cache": cached}
+    with torch.no_grad():
+        out = mixtral(**inputs, output_router_logits=True)
+        alone = [routers_of(mixtral, ids[0].tolist()) for ids in texts]
+    apart = np.abs(torch.stack(out.router_logits).numpy() - np.concatenate(alone, axis=1)).max() < TOLERANCE
+    assert apart != cached
+    first = torch.stack(out.router_logits).argmax(dim=-1).numpy()
+    lines = np.split(first, [5, 12, 13], axis=1) if apart else [first]
+    with RoutingMonitor(mixtral) as monitor, torch.no_grad():
+        mixtral(**inputs)
+    n_pairs, flips = sum(line.shape[1] - 1 for line in lines), [(line[:, 1:] != line[:, :-1]).sum(1) for line in lines]
+    assert [s["flip_rate"] for s in monitor.report()["streams"]] == (sum(flips) / n_pairs).tolist()
+
+
+@pytest.mark.parametrize("level", ["auto", "energy"])
+def test_codes_of_packed_sequences_have_the_records_of_rows_of_their_own(level):
+    texts = list(torch.randint(3, 61, (1, 30), generator=torch.Generator().manual_seed(1)).split([13, 9, 8], dim=1))
+    model, said = make_model(), []
+    with make_bem(model, level=level) as bem, torch.no_grad():
+        for forwards in ([packed(texts)], [{"input_ids": ids, "use_cache": False} for ids in texts]):
+            with RoutingMonitor(model, bem=bem) as monitor:
+                for inputs in forwards:
+                    model(**inputs)
+                streams = monitor.report()["streams"]
+            names = ("n_tokens", "flip_rate", "code_reuse_rate", "kv_invalidations")
+            said.append([[stream.get(name) for name in names] for stream in streams])
+    assert said[0] == said[1]
 
 
 def test_what_stands_beside_a_decision_that_is_not_finite_is_no_flip(halting):

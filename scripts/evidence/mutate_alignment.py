@@ -77,14 +77,14 @@ QUICK, COMPILED = "not compil", "compil or test_device_step"
 MUTATIONS = [
     (
         "tracking/align.py",
-        "placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
-        "placed.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))",
+        "PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase",
+        "PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase",
         "every column one too far",
     ),
     (
         "tracking/align.py",
-        "offsets = at + (first - forward.start)\n            placed",
-        "offsets = at\n            placed",
+        "offsets = at + (first - forward.start)\n            begins",
+        "offsets = at\n            begins",
         "offsets count from the new columns",
     ),
     (

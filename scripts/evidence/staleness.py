@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("probemon", "scripts")
+CODE = ("probemon", "scripts", "tests")
 ONLY_ON_A_GPU = (
     "probemon/bem/kernels",
     "probemon/engine/device_steps.py",

@@ -106,7 +106,8 @@ def test_packs_are_others_where_a_score_can_be(tmp_path, monkeypatch):
 
     (tmp_path / "probemon").mkdir()
     (tmp_path / "scripts").mkdir()
-    for name in ("probemon", "scripts"):
+    (tmp_path / "tests").mkdir()
+    for name in ("probemon", "scripts", "tests"):
         (tmp_path / name / "code.py").write_text("")
     first = commit("weights", host={"fingerprint": "a"}, score_rule="path")
     commit("weights", host={"fingerprint": "b", "settings": {}}, score_rule="path")

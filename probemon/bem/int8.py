@@ -1,4 +1,4 @@
-"""int8: U and V of an adapter in a byte a value, each column by its own scale; the controller keeps its precision.
+"""int8: U and V of an adapter in a byte a value, each column by its own scale; all else keeps its precision.
 
     small = quantize(bem)                  # another adapter for the same host, not attached
     with small:
@@ -12,7 +12,6 @@ matrices are widened again, and the limits on updates are computed from these.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,8 +52,9 @@ class Int8Update(nn.Module):
 
 
 def quantize(bem: Bem) -> Bem:
-    """Return the same adapter with int8 U and V, for the same host, not attached: `impl`, fallbacks and checkpointing
-    as they were, states of its own. Raises `MissingExtra`, `ConfigError`; `BemError` for one that is int8 already.
+    """Return the same adapter with int8 U and V, for the same host, not attached, and on when it is: controller, levels
+    that were learned, what of them is frozen, `impl`, the fallback policy and checkpointing as they were, states and
+    counts of its own. Raises `MissingExtra`, `ConfigError`; `BemError` for one that is int8 already.
     """
     from probemon.bem.attached import Bem  # which needs this file
 
@@ -71,9 +71,14 @@ def quantize(bem: Bem) -> Bem:
         bem.host, bem.config, impl=bem.impl, fallback=bem.fallback, checkpoint_controller=bem.controller.checkpointed
     )
     small.impl_why = bem.impl_why
-    small.controller.to(bem.controller.query)  # first, for what is loaded is rounded to the dtype that is there
-    small.controller.load_state_dict(copy.deepcopy(bem.controller.state_dict()))
     make_int8(small)
+    with torch.inference_mode(False):  # as when it is loaded
+        others = {name: x.clone() for name, x in bem.state_dict().items() if not name.startswith("updates.")}
+        # Assigned, for a copy would be rounded to the dtype that is there.
+        small.load_state_dict({**small.state_dict(), **others}, assign=True)
+    learns = {name: parameter.requires_grad for name, parameter in bem.named_parameters()}
+    for name, parameter in small.named_parameters():
+        parameter.requires_grad_(learns[name])
     for key, update in small.updates.items():
         for name in "UV":
             rounded, scale = _round(getattr(bem.updates[key], name).detach())

@@ -14,11 +14,14 @@ import torch
 
 from bem_oracle import VOCAB, make_host, randomise
 from probemon.bem import Bem, BemConfig, attach_bem, quantize
+from probemon.bem.config import POLICIES
 from probemon.bem.int8 import Int8Update
+from probemon.bem.losses import recorded_codes
 from probemon.bem.saved import SETTINGS, WEIGHTS
 from probemon.errors import BemError, MissingExtra
 
 CONFIG = BemConfig(sites=("q", "o", "down"), rank=3, width=6, chunk_tokens=4, prefix_tokens=8, spectral_cap=0.8)
+LEVELS = {"chunk_tokens": 4, "prefix_tokens": 8, "auto_limits": (2, 64), "energy_limits": (0.3, 0.6)}
 IDS = torch.randint(3, VOCAB, (2, 21), generator=torch.Generator().manual_seed(0))
 
 
@@ -55,10 +58,38 @@ def write(folder):
         small_other.save_pretrained(folder / f"int8 {dtype}")
         with small_other:
             torch.save(logits(small_other.host), folder / f"logits {dtype}.pt")
+    write_levels(folder)
     try:
         quantize(small)
     except BemError as error:
         (folder / "said.json").write_text(json.dumps(str(error)))
+
+
+def write_levels(folder):
+    """An adapter of every level in bf16, and its int8 copy: what they say, take, let learn, and what comes back."""
+    found = {}
+    for level in POLICIES:
+        bem = randomise(Bem(make_host(), BemConfig(sites=("v", "o", "down"), rank=3, width=6, level=level, **LEVELS)))
+        if bem.levels is not None:
+            with torch.no_grad():
+                bem.levels.logits.copy_(4 * torch.eye(3).repeat(2, 1)[: len(bem.levels.logits)])
+        bem.bfloat16().controller.query.requires_grad_(False)
+        base, small = logits(bem.host), quantize(bem)
+        small.save_pretrained(folder / level)
+        said = {}
+        for name, one in {"wide": bem, "small": small}.items():
+            with one, torch.no_grad(), recorded_codes(one) as seen:
+                said[name] = logits(one.host) - base, None if one.levels is None else one.levels.chosen(), seen[0].level
+        with attach_bem(make_host(), folder / level) as again:
+            said["again"] = (logits(again.host) - base,)
+        said["frozen"] = [name for name, x in small.named_parameters() if not x.requires_grad]
+        said["kept"] = [
+            (name, x.dtype, bool(torch.equal(x, bem.state_dict()[name])))
+            for name, x in small.state_dict().items()
+            if not name.startswith("updates.")
+        ]
+        found[level] = said
+    torch.save(found, folder / "levels.pt")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +202,18 @@ def test_it_is_saved_again_and_runs_with_a_cache(pair, tmp_path):
         assert torch.equal(logits(again.host), expected) and all(
             isinstance(update, Int8Update) for update in again.updates.values()
         )
+
+
+@pytest.mark.parametrize("level", POLICIES)
+def test_of_every_level_the_copy_is_the_adapter_but_for_rounded_matrices(folder, level):
+    said = torch.load(folder / "levels.pt")[level]
+    (wide, chosen, at), (small, small_chosen, small_at), (again,) = said["wide"], said["small"], said["again"]
+    assert chosen == small_chosen and torch.equal(at, small_at)
+    assert 0 < (small - wide).norm() < 0.05 * wide.norm() and torch.equal(again, small)
+    assert said["frozen"] == ["controller.query"]
+    assert len(said["kept"]) > 8 and all(dtype == torch.bfloat16 and same for _, dtype, same in said["kept"])
+    if level == "learned":
+        assert len(set(chosen.values())) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -254,7 +254,7 @@ def distil_trained(
         return hook
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        inputs, counted, targets = host_inputs(batch), *_counted_tokens(batch, labels)
+        inputs, counted, targets = host_inputs(batch), *_counted_tokens(host, batch, labels)
         with torch.no_grad():
             routed = host(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
         with ExitStack() as stack:
@@ -311,20 +311,19 @@ def _with_rank(a: Tensor, b: Tensor, rank: int, generator: torch.Generator) -> t
     return torch.cat([a[:rank], more.to(a)]), torch.cat([b[:, :rank], b.new_zeros(len(b), missing)], dim=1)
 
 
-def _counted_tokens(batch: Batch, labels: float) -> tuple[Tensor, Tensor]:
+def _counted_tokens(host: nn.Module, batch: Batch, labels: float) -> tuple[Tensor, Tensor]:
     """The tokens before a label that counts `[B, T]` bool, and those labels `[M]`; without labels every token. Raises
     `ConfigError` where there is none.
     """
-    real = real_tokens(batch)
     if batch.get("labels") is None:
         if labels:
             raise ConfigError(
                 f"labels is {labels!r}, and a batch has {', '.join(batch)}: give it labels [B, T], -100 where a token "
                 "is not to be counted, or labels=0"
             )
-        counted, targets = real, batch["input_ids"]
+        counted, targets = real_tokens(batch), batch["input_ids"]
     else:
-        targets = nn.functional.pad(next_labels(batch["labels"], real), (0, 1), value=-100)
+        targets = nn.functional.pad(next_labels(host, batch), (0, 1), value=-100)
         counted = targets != -100
     if not bool(counted.any()):
         raise ConfigError("a batch has no token at which anything is asked: leave it out")

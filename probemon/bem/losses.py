@@ -39,9 +39,11 @@ from probemon.bem.controller import Codes
 from probemon.bem.forms.form import Form
 from probemon.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.bem.levels import expected_operations
+from probemon.bem.packing import packing_of
 from probemon.bem.sites import SiteUpdate
 from probemon.core.checks import check_number
 from probemon.errors import BemError, ConfigError
+from probemon.host.model import unwrap
 
 Batch = Mapping[str, Tensor]
 _TINY = 1e-12
@@ -93,7 +95,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
     if weights is not None and not isinstance(weights, LossWeights):
         raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
     weights = weights or LossWeights()
-    inputs, labels = host_inputs(batch), batch.get("labels")
+    inputs = host_inputs(batch)
     with frozen(bem.host), recorded_codes(bem) as recorded:
         logits: Tensor = bem.host(**inputs, use_cache=False).logits
     real, taken = real_tokens(batch), codes_taken(bem, recorded[-1])
@@ -102,10 +104,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         raise ConfigError("a batch has no token, only padding: leave it out")
     terms: dict[str, Tensor] = {}
     if weights.lm:
-        targets = next_labels(batch["input_ids"] if labels is None else labels, real)
-        if packing is not None:  # the first token of a sequence is not foretold by another sequence
-            targets = targets.masked_fill(packing.starts[:, 1:].to(targets.device), -100)
-        targets = targets.flatten()
+        targets = next_labels(bem.host, batch).flatten()
         if not bool((targets != -100).any()):
             raise ConfigError(
                 "a batch has no label behind a token, so there is nothing to predict: leave it out, or give"
@@ -257,11 +256,16 @@ def real_tokens(batch: Batch) -> Tensor:
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask != 0
 
 
-def next_labels(labels: Tensor, real: Tensor) -> Tensor:
-    """Return what is to be predicted at each column but the last `[B, T - 1]`: the next one's label, -100 where that or
-    this one is padding, which predicts nothing.
+def next_labels(host: nn.Module, batch: Batch) -> Tensor:
+    """Return what is to be predicted at each column but the last `[B, T - 1]`: the next one's label (without labels the
+    token), -100 where that or this one is padding, which predicts nothing, or where the next one begins a sequence of a
+    packed row. Raises `NotSupportedDecoding` as a packed forward of the host with an adapter does.
     """
-    return labels[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
+    labels, real = batch["input_ids"] if batch.get("labels") is None else batch["labels"], real_tokens(batch)
+    foretold = real[:, 1:] & real[:, :-1]
+    if (packing := packing_of(unwrap(host), {**host_inputs(batch), "use_cache": False})) is not None:
+        foretold = foretold & ~packing.starts[:, 1:].to(foretold.device)
+    return labels[:, 1:].masked_fill(~foretold.to(labels.device), -100)
 
 
 def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:

@@ -24,6 +24,7 @@ from probemon.bem.attached import Bem
 from probemon.bem.config import LEVELS
 from probemon.bem.controller import Codes, Controller
 from probemon.bem.losses import Batch, hooked_codes, host_inputs, masked_tokens, mode, real_tokens
+from probemon.bem.packing import packing_of
 from probemon.bem.policy import Drawn, Policy, check_policy, draw, levels_taken
 from probemon.bem.state import ControllerState
 from probemon.core.checks import LARGEST, check_count, check_number
@@ -88,6 +89,10 @@ def roll_out(bem: Bem, batch: Batch, policy: Policy, settings: RolloutSettings, 
     """
     check_policy(bem, policy)
     inputs, prompt_acts, real = host_inputs(batch), masked_tokens(batch, "acts"), real_tokens(batch)
+    if packing_of(bem.host, {**inputs, "use_cache": False}) is not None:
+        raise ConfigError(
+            "several prompts are packed in one row (position_ids), which generate() does not read: give each a row"
+        )
     if not bool(real[:, -1].all()):
         raise ConfigError("a prompt ends in padding, where an answer would begin: pad prompts on the left")
     n, n_prompt = settings.n_rollouts, real.shape[1]

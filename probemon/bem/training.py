@@ -32,7 +32,6 @@ from probemon.bem.losses import (
     host_inputs,
     mode,
     next_labels,
-    real_tokens,
 )
 from probemon.bem.saved import STATED, settings_tensor
 from probemon.core.checks import LARGEST, check_count, check_number
@@ -233,7 +232,7 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
                     f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to"
                     " be counted"
                 )
-            labels = next_labels(batch["labels"], real_tokens(batch)).flatten()
+            labels = next_labels(model, batch).flatten()
             logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
             total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))
             n += int((labels != -100).sum())

@@ -5,10 +5,14 @@ import torch
 
 from bem_oracle import FORMS, VOCAB, make_host, randomise
 from probemon.bem import BemConfig, FallbackPolicy, attach_bem
-from probemon.bem.losses import LossWeights, adapter_losses
+from probemon.bem.distil import distil_trained
+from probemon.bem.evaluation.held_out import measure
+from probemon.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.bem.packing import Packing, packing_of
-from probemon.bem.training import Objective, TrainSettings, train
-from probemon.errors import NotSupportedDecoding
+from probemon.bem.policy import Gaussian
+from probemon.bem.rollouts import RolloutSettings, roll_out
+from probemon.bem.training import Objective, TrainSettings, evaluate, train
+from probemon.errors import ConfigError, NotSupportedDecoding
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8}
 CONFIGS = {
@@ -92,6 +96,45 @@ def test_losses_and_what_is_learned_are_those_of_the_rows(reentrant):
         assert abs(float(value - found[1][0].terms[term])) < 1e-6 and value != 0, term  # some are summed in fp32
     for packed, single in zip(found[0][1], found[1][1], strict=True):
         assert (packed - single).norm() <= 1e-6 * max(1e-3, float(single.norm()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_measured_and_distilled_is_what_the_rows_alone_give(name):
+    """By hand: each row's own labels, behind its own tokens."""
+    model, labels = make_host().double(), PACKED["input_ids"].clone()
+    labels[:, 2:4] = -100
+    packed, ends = {**PACKED, "labels": labels}, ENDS.tolist()
+    alone = [{"input_ids": row, "labels": labels[:, a:b]} for row, a, b in zip(ROWS, ends[:-1], ends[1:], strict=True)]
+    wanted = torch.cat([one["labels"][0, 1:] for one in alone])
+    n = int((wanted != -100).sum())
+    with randomise(attach_bem(model, CONFIGS[name])) as bem, torch.no_grad():
+        bem.double()
+        said = torch.cat([model(row, use_cache=False).logits[0, :-1] for row in ROWS])
+        exact = float(torch.nn.functional.cross_entropy(said, wanted, ignore_index=-100))
+        assert n == 22 - 4 - 2 and abs(evaluate(model, [packed]) - exact) < 1e-9
+        assert abs(float(adapter_losses(bem, packed).terms["lm"]) - exact) < 1e-6
+        found, rows = measure(bem, [packed], [0]), measure(bem, alone, range(4))
+        assert abs(found.loss - exact) < 1e-9 and found.n_labels == rows.n_labels == n
+        assert abs(found.bare_loss - rows.bare_loss) < 1e-9 and abs(rows.loss - exact) < 1e-9
+        with silenced(bem):
+            assert abs(evaluate(model, [packed]) - found.bare_loss) < 1e-9
+    assert abs(evaluate(model, [packed]) - found.bare_loss) < 1e-9
+
+
+def test_a_static_lora_is_trained_on_the_labels_that_a_sequence_predicts_itself():
+    model = make_host().double()
+    packed = {**PACKED, "labels": PACKED["input_ids"]}
+    said = torch.cat([model(row, use_cache=False).logits[0, :-1] for row in ROWS])
+    exact = torch.nn.functional.cross_entropy(said, torch.cat([row[0, 1:] for row in ROWS]))
+    with randomise(attach_bem(model, CONFIGS["by position"])) as bem:
+        settings = TrainSettings(n_steps=1, lr=1e-12)
+        _, history = distil_trained(bem.double(), [packed], settings, rank=2, start="fresh", labels=1.0)
+    assert abs(history.losses[0] - float(exact)) < 1e-5  # in fp32
+
+
+def test_packed_prompts_are_refused():
+    with attach_bem(make_host(), CONFIGS["prefix"]) as bem, pytest.raises(ConfigError, match="each a row"):
+        roll_out(bem, PACKED, Gaussian(), RolloutSettings(), torch.Generator())
 
 
 def test_an_adapter_trains_on_packed_rows():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
 from probemon.bem.evaluation.statistics import document_interval
-from probemon.bem.losses import Batch, host_inputs, mode, next_labels, real_tokens, silenced
+from probemon.bem.losses import Batch, host_inputs, mode, next_labels, silenced
 from probemon.errors import ConfigError, MissingExtra
 
 
@@ -87,7 +87,7 @@ def label_losses(host: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
             f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be"
             " counted"
         )
-    labels = next_labels(batch["labels"], real_tokens(batch))
+    labels = next_labels(host, batch)
     logits = host(**inputs, use_cache=False).logits[:, :-1]
     losses = nn.functional.cross_entropy(
         logits.double().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"

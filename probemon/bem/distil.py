@@ -43,8 +43,8 @@ from probemon.bem.losses import (
     Batch,
     applied_codes,
     check_learnable,
+    forward_inputs,
     frozen,
-    host_inputs,
     mode,
     next_labels,
     real_tokens,
@@ -254,7 +254,7 @@ def distil_trained(
         return hook
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        inputs, counted, targets = host_inputs(batch), *_counted_tokens(host, batch, labels)
+        inputs, counted, targets = forward_inputs(host, batch), *_counted_tokens(host, batch, labels)
         with torch.no_grad():
             routed = host(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
         with ExitStack() as stack:
@@ -346,7 +346,7 @@ def _measure(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch]) -> d
     decoder, _ = find_layers(bem.host)
     with mode(bem.host, training=False):
         for batch in batches:
-            inputs, real = host_inputs(batch), real_tokens(batch)
+            inputs, real = forward_inputs(bem.host, batch, decoder), real_tokens(batch)
             if not bool(real.any()):
                 continue
             with recorded_codes(bem) as recorded, _recorded_inputs(bem.sites) as site_inputs:

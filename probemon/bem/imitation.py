@@ -29,6 +29,7 @@ from probemon.bem.losses import (
     Batch,
     check_learnable,
     codes_taken,
+    forward_inputs,
     frozen,
     host_inputs,
     masked_tokens,
@@ -119,8 +120,8 @@ def _compared(bem: Bem, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
     """Of the tokens that count: the codes `[M, r]` of each sort of site, or under level="learned" of each level that is
     made, and the experts' `[M, r]`.
     """
-    inputs, counted = host_inputs(batch), masked_tokens(batch, "counted")
     decoder, _ = find_layers(bem.host)
+    inputs, counted = forward_inputs(bem.host, batch, decoder), masked_tokens(batch, "counted")
     with frozen(bem.host), recorded_codes(bem) as recorded:
         decoder(**inputs, use_cache=False)
     if not bool(counted.any()):

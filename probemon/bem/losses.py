@@ -24,6 +24,7 @@ level="learned" the others are taken to take token codes, whatever they have cho
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,7 @@ from probemon.bem.levels import expected_operations
 from probemon.bem.packing import packing_of
 from probemon.bem.sites import SiteUpdate
 from probemon.core.checks import check_number
-from probemon.errors import BemError, ConfigError
+from probemon.errors import BemError, ConfigError, NotSupportedHost
 from probemon.host.model import unwrap
 
 Batch = Mapping[str, Tensor]
@@ -95,7 +96,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
     if weights is not None and not isinstance(weights, LossWeights):
         raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
     weights = weights or LossWeights()
-    inputs = host_inputs(batch)
+    inputs = forward_inputs(bem.host, batch)
     with frozen(bem.host), recorded_codes(bem) as recorded:
         logits: Tensor = bem.host(**inputs, use_cache=False).logits
     real, taken = real_tokens(batch), codes_taken(bem, recorded[-1])
@@ -230,6 +231,29 @@ def host_inputs(batch: Batch) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
 
 
+def forward_inputs(host: nn.Module, batch: Batch, decoder: nn.Module | None = None) -> dict[str, Tensor]:
+    """Return what of a batch is for a forward of the host, or of its `decoder` alone: with padding before a token also
+    the positions that generate() would give, since without them some hosts count columns, or forget the mask.
+
+    Raises as `host_inputs`; `NotSupportedHost` for a decoder that the host cannot be told positions for.
+    """
+    inputs, real = host_inputs(batch), real_tokens(batch)
+    padded = bool((real[:, 1:] & ~real[:, :-1]).any())
+    if inputs.get("position_ids") is not None or not padded or not _takes_positions(unwrap(host)):
+        return inputs
+    if decoder is not None and not _takes_positions(decoder):
+        raise NotSupportedHost(
+            f"{type(host).__name__} is told positions and its {type(decoder).__name__} is not, so that padding before a"
+            " prompt would move them: give prompts of one length together, without padding"
+        )
+    return {**inputs, "position_ids": (real.long().cumsum(dim=1) - 1).masked_fill(~real, 0)}
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    """Whether generate() would give it `position_ids`."""
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
 def token_values(batch: Batch, name: str) -> Tensor:
     """Return what a batch has for each token `[B, T]`. Raises `ConfigError` for another shape."""
     values, ids = batch[name], batch["input_ids"]
@@ -263,7 +287,9 @@ def next_labels(host: nn.Module, batch: Batch) -> Tensor:
     """
     labels, real = batch["input_ids"] if batch.get("labels") is None else batch["labels"], real_tokens(batch)
     foretold = real[:, 1:] & real[:, :-1]
-    if (packing := packing_of(unwrap(host), {**host_inputs(batch), "use_cache": False})) is not None:
+    inputs = host_inputs(batch)
+    packing = packing_of(unwrap(host), {**inputs, "use_cache": False}) if "position_ids" in inputs else None
+    if packing is not None:
         foretold = foretold & ~packing.starts[:, 1:].to(foretold.device)
     return labels[:, 1:].masked_fill(~foretold.to(labels.device), -100)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from probemon.bem.attached import Bem
 from probemon.bem.config import LEVELS
 from probemon.bem.controller import TOKEN, Codes
-from probemon.bem.losses import Batch, check_learnable, frozen, hooked_codes, host_inputs, masked_tokens
+from probemon.bem.losses import Batch, check_learnable, forward_inputs, frozen, hooked_codes, host_inputs, masked_tokens
 from probemon.bem.training import History, TrainSettings, check_fit, fit
 from probemon.core.checks import LARGEST, check_number
 from probemon.errors import BemError, ConfigError
@@ -254,7 +254,7 @@ def improve(
     all_rewards: list[Tensor] = []
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        inputs, acts = host_inputs(batch), masked_tokens(batch, "acts")
+        inputs, acts = forward_inputs(bem.host, batch), masked_tokens(batch, "acts")
         if not bool(acts.any()):
             raise ConfigError("a batch has no token at which the policy acts: leave it out")
         with frozen(bem.host), frozen(bem.updates), acting(bem, policy, generator, acts) as recorded:

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from probemon.bem.attached import Bem
 from probemon.bem.config import LEVELS
 from probemon.bem.controller import Codes, Controller
-from probemon.bem.losses import Batch, hooked_codes, host_inputs, masked_tokens, mode, real_tokens
+from probemon.bem.losses import Batch, forward_inputs, hooked_codes, host_inputs, masked_tokens, mode, real_tokens
 from probemon.bem.packing import packing_of
 from probemon.bem.policy import Drawn, Policy, check_policy, draw, levels_taken
 from probemon.bem.state import ControllerState
@@ -191,8 +191,8 @@ def states_read(bem: Bem, rollout: Rollout) -> Tensor:
     handle = bem.controller.register_forward_pre_hook(keep)
     try:
         with mode(bem.host, training=False):
-            mask = rollout.real[:, :-1].long()
-            decoder(input_ids=rollout.sequences[:, :-1], attention_mask=mask, use_cache=False)
+            read = {"input_ids": rollout.sequences[:, :-1], "attention_mask": rollout.real[:, :-1].long()}
+            decoder(**forward_inputs(bem.host, read, decoder), use_cache=False)
     finally:
         handle.remove()
     return seen[0]

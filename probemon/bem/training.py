@@ -29,6 +29,7 @@ from probemon.bem.losses import (
     LossWeights,
     adapter_losses,
     check_learnable,
+    forward_inputs,
     host_inputs,
     mode,
     next_labels,
@@ -226,7 +227,7 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
     total, n = 0.0, 0
     with mode(model, training=False):
         for batch in batches:
-            inputs = host_inputs(batch)
+            inputs = forward_inputs(model, batch)
             if batch.get("labels") is None:
                 raise ConfigError(
                     f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
 from probemon.bem.evaluation.statistics import document_interval
-from probemon.bem.losses import Batch, host_inputs, mode, next_labels, silenced
+from probemon.bem.losses import Batch, forward_inputs, host_inputs, mode, next_labels, silenced
 from probemon.errors import ConfigError, MissingExtra
 
 
@@ -81,7 +81,7 @@ def measure(
 
 def label_losses(host: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return of each row the sum of its labels' cross-entropy `[B]` fp64, and how many they are `[B]`."""
-    inputs = host_inputs(batch)
+    inputs = forward_inputs(host, batch)
     if batch.get("labels") is None:
         raise ConfigError(
             f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be"

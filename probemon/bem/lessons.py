@@ -10,6 +10,11 @@ A row is one of these; other fields of it are left alone:
 - `{"prompt": "...", "answer": "..."}`: the tokens of the answer count. Where the host has a chat template, both are
   turns of a chat.
 - `{"messages": [...]}`: a chat, in the host's template; the turns of the assistant count.
+
+A chat's tokens are those of its whole text, as the template itself gives them; one with characters of an answer and of
+what is around it counts. Without a template the tokens of the prompt are those of the prompt alone, since the host will
+be given these. The answer's are those that follow in the whole text; where a token would lie across the border, those
+of the answer alone.
 """
 
 from __future__ import annotations
@@ -76,24 +81,17 @@ def content_of(row: Mapping[str, Any]) -> str:
 def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens: int = 512) -> Lesson:
     """Return a row as tokens, cut at `most_tokens`. Raises `ConfigError` for one without a label within them."""
     kind = check_row(row, where)
-    templated = kind == "chat" or (kind != "text" and bool(getattr(tokenizer, "chat_template", None)))
     if kind == "text":
-        parts = [(row["text"], True)]
-    elif templated:
+        ids = _ids(tokenizer, row["text"])
+        counted = [True] * len(ids)
+    elif kind == "chat" or getattr(tokenizer, "chat_template", None):
         turns = row.get("messages") or [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["answer"]},
         ]
-        parts = _parts_of_chat(turns, where, tokenizer)
+        ids, counted = _chat(_parts_of_chat(turns, where, tokenizer), where, tokenizer)
     else:
-        parts = [(row["prompt"], False), (row["answer"] + (tokenizer.eos_token or ""), True)]
-    ids: list[int] = []
-    counted: list[bool] = []
-    for i, (text, counts) in enumerate(parts):
-        # A chat template writes every special token itself.
-        encoded = list(tokenizer(text, add_special_tokens=i == 0 and not templated)["input_ids"])
-        ids += encoded
-        counted += [counts] * len(encoded)
+        ids, counted = _answered(row["prompt"], row["answer"] + (tokenizer.eos_token or ""), tokenizer)
     lesson = Lesson(where, tuple(ids[:most_tokens]), tuple(counted[:most_tokens]))
     if not lesson.n_labels:
         raise ConfigError(
@@ -101,6 +99,45 @@ def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens:
             " it out, or raise the limit on tokens"
         )
     return lesson
+
+
+def _ids(tokenizer: Any, text: str, *, begins: bool = True) -> list[int]:
+    """The tokens of a text; one that `begins` a row has the special tokens that the tokenizer adds."""
+    return list(tokenizer(text, add_special_tokens=begins)["input_ids"])
+
+
+def _answered(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """The tokens of a prompt and its answer, and which count: the prompt's are those that the host is given with it."""
+    asked, ids = _ids(tokenizer, prompt), _ids(tokenizer, prompt + answer)
+    if ids[: len(asked)] != asked:  # a token lies across the border, which no host would be given
+        ids = asked + _ids(tokenizer, answer, begins=False)
+    return ids, [place >= len(asked) for place in range(len(ids))]
+
+
+def _chat(parts: Sequence[tuple[str, bool]], where: str, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """The tokens of a chat, as of its whole text, and which count: those with a character of a part that does."""
+    text, fast = "".join(said for said, _ in parts), bool(getattr(tokenizer, "is_fast", False))
+    # A chat template writes every special token itself.
+    encoded = tokenizer(text, add_special_tokens=False, **({"return_offsets_mapping": True} if fast else {}))
+    ids = list(encoded["input_ids"])
+    if not fast:
+        of_parts = [(_ids(tokenizer, said, begins=False), counts) for said, counts in parts]
+        if [i for own, _ in of_parts for i in own] != ids:
+            raise ConfigError(
+                f"{where}: which tokens are the assistant's is unknown, since {type(tokenizer).__name__} does not say"
+                " where each stands in the text: take a fast tokenizer (use_fast=True)"
+            )
+        return ids, [counts for own, counts in of_parts for _ in own]
+    start, end = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    # Of a token of spaces alone many tokenizers say no more than where it ends.
+    before = np.concatenate([[0], np.maximum.accumulate(end)])[:-1]
+    start = np.where(start < end, start, np.minimum(start, before))
+    counted, at = np.zeros(len(ids), dtype=bool), 0
+    for said, counts in parts:
+        if counts:
+            counted |= (start < at + len(said)) & (end > at)
+        at += len(said)
+    return ids, counted.tolist()
 
 
 def _parts_of_chat(turns: Sequence[Mapping[str, str]], where: str, tokenizer: Any) -> list[tuple[str, bool]]:

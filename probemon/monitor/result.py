@@ -182,7 +182,7 @@ class Result:
         self.host_changed, self.watches = host_changed, watches
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
-        self.reads = tokens.reads
+        self.reads, self._begins = tokens.reads, tokens.begins
         self.deployments: dict[int, str | None] = {}  # of each state in `watches`
         self._tokenizer = tokenizer
 
@@ -207,6 +207,7 @@ class Result:
             self.phase[kept],
             self.scores.take(kept),
             None if self.reads is None else self.reads.take(kept),
+            None if self._begins is None else self._begins[kept],
         )
         result = Result(
             self.pack,
@@ -278,8 +279,8 @@ class Result:
         """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
 
         A token at which the concept was not active counts as 0 (`.n_inactive`), but is an error where the last tokens
-        are a baseline; an unseen one is left out. `phase`: "prompt", "generated" or None for every token. Raises
-        `UnknownConcept`, `ConfigError`.
+        are a baseline; an unseen one is left out. Each of several sequences that are packed in a row begins anew.
+        `phase`: "prompt", "generated" or None for every token. Raises `UnknownConcept`, `ConfigError`.
         """
         probe = self.pack.find(concept)
         aggregator = with_counts(named(aggregate), self.pack, [probe])
@@ -302,9 +303,15 @@ class Result:
                 f"{self.pack.concepts[probe]['id']} was not evaluated at {n_inactive} of {len(tokens)} tokens, so"
                 f" {aggregator} would compare with scores that nobody knows: give always_on, or a rule"
             )
-        return Aggregate(
-            str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive
-        )
+        running = [over(aggregator, column[part][:, None])[:, 0] for part in self._sequences(tokens)]
+        return Aggregate(str(aggregator), self.position[tokens], np.concatenate(running), n_inactive)
+
+    def _sequences(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """Divide tokens of a row by the sequences that are packed in it."""
+        if self._begins is None:
+            return [tokens]
+        number = np.cumsum(self._begins)[tokens]
+        return np.split(tokens, np.flatnonzero(np.diff(number)) + 1)
 
     def _of_row(self, row: int) -> np.ndarray:
         chosen = self.row == check_count("row", row)

@@ -39,7 +39,8 @@ _PIECES = 256
 class Tokens:
     """Real tokens `[M]` in the order of row, then position (a column of the output); `scores` has one state a token.
 
-    `reads`: what memories read at each; None where none was watched.
+    `reads`: what memories read at each; None where none was watched. `begins`: whether it is the first of its sequence,
+    where a row has several packed in it; None where each row is one.
     """
 
     row: Ints
@@ -48,6 +49,7 @@ class Tokens:
     phase: Ints
     scores: Scores
     reads: MemoryReads | None = None
+    begins: Mask | None = None
 
     @staticmethod
     def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
@@ -259,9 +261,21 @@ class Recording:
             phases[at_row, at],
             scores.take(entries, reasons),
             None if reads is None else reads.take(entries, self.offset),
+            self._begins(at_row, at),
         )
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _begins(self, row: Ints, position: Ints) -> Mask | None:
+        """Whether tokens are the first of sequences that are packed in a row; None where none are."""
+        packed = [(placed, placed.begins) for placed in self.placed if placed.begins is not None]
+        firsts = {
+            place
+            for placed, begins in packed
+            for place in zip(placed.rows[begins].tolist(), (placed.columns[begins] - self.offset).tolist(), strict=True)
+        }
+        at = zip(row.tolist(), position.tolist(), strict=True)
+        return np.array([place in firsts for place in at], dtype=bool) if packed else None
 
     def _retained(self) -> Mask:
         if self.retained is None:  # how many rows there are is known with the first forward

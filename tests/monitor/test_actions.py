@@ -35,6 +35,7 @@ from probemon.errors import (
 )
 from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
 from probemon.tracking.recording import FORGOTTEN, GAP, LAST
+from routed_hosts import packed
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
@@ -154,6 +155,20 @@ def test_a_second_turn_aggregates_anew(manager, model, aggregate):
     offline = run.result(out).aggregate("c9", aggregate)
     assert offline.positions.tolist() == list(range(21, 34)) and ids.shape[1] == 21
     assert values == list(zip(offline.positions.tolist(), offline.values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATORS[1:], ids=str)
+def test_each_sequence_packed_in_a_row_aggregates_anew(manager, model, aggregate):
+    texts = [BATCH[1:2], PROMPT[:, :1], BATCH[:1, 2:], PROMPT]
+    with manager.attach(model) as run, torch.no_grad():
+        for ids in texts:
+            model(ids, use_cache=False)
+        model(**packed(texts))
+    alone = [run.result(ids, generation=i).aggregate("c9", aggregate, phase=None).values for i, ids in enumerate(texts)]
+    result = run.result(packed(texts)["input_ids"], generation=len(texts))
+    np.testing.assert_allclose(result.aggregate("c9", aggregate, phase=None).values, np.concatenate(alone), atol=1e-6)
+    kept = result.before(8).aggregate("c9", aggregate, phase=None).values
+    assert kept.tolist() == result.aggregate("c9", aggregate, phase=None).values[:8].tolist()
 
 
 def test_inactive_tokens_count_as_zero_and_are_counted(manager, model):

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ import torch
 from conftest import PAD, make_pack, n_hooks
 from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
-from probemon import DynamicProbeManager
+from probemon import DynamicProbeManager, Event
 from probemon.errors import ConfigError
-from probemon.monitor.escalation import Escalate
+from probemon.monitor.escalation import Escalate, Question
 from probemon.monitor.http_judge import PROMPT, HttpJudge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
@@ -61,6 +62,23 @@ def test_the_judge_gets_the_concept_and_the_last_tokens_and_rules_by_a_word(mode
     system, user = ({"role": "system", "content": PROMPT}, {"role": "user", "content": json.dumps(question)})
     assert body == {"model": "guard", "max_tokens": 8, "temperature": 0, "messages": [system, user]}
     assert "s3cret" not in repr(one) and text
+
+
+def test_the_judge_is_told_why_a_rule_is_not_known():
+    event = Event(
+        "c1", "one", ("one",), 0, 3, 7, score=0.0, above=0.5, for_tokens=1, blind="hidden state is not finite"
+    )
+    asked = []
+
+    def judge(path, headers, body):
+        asked.append(json.loads(json.loads(body)["messages"][1]["content"]))
+        return 200, "application/json", completion("pass")
+
+    with answering(judge) as address:
+        for one in (event, replace(event, blind="")):
+            HttpJudge(f"{address}/v1", "guard")(Question(one, (7,), "a text", SLOW))
+    known = {"concept": "one", "path": ["one"], "text": "a text"}
+    assert asked == [{**known, "not_known": "hidden state is not finite"}, known]
 
 
 @pytest.mark.parametrize(

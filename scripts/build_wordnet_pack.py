@@ -143,7 +143,7 @@ def size_of(folder: Path) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure a written pack. Its figures are kept where they are the manifest's."""
+    """Measure a written pack, on a machine whose last digits may be others, and say where its manifest differs."""
     from probemon.packs.pack import ProbePack
     from wordnet_pack.build import controls
     from wordnet_pack.dataset import Source, prepare
@@ -161,8 +161,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     found = differences(pack.manifest["quality"], quality)
     show(quality)
     print("the manifest states the same" if not found else "the manifest differs:\n  " + "\n  ".join(found))
-    if args.figures and not found:
-        entry = {"quality": pack.manifest["quality"], "bytes": size_of(args.evaluate), **machine()}
+    if args.figures:
+        entry = {"quality": quality, "differs": found, "bytes": size_of(args.evaluate), **machine()}
         keep_figures(args.figures, args.evaluate.name, entry)
     return {"pack": str(args.evaluate), "quality": quality, "differences": found, **machine()}
 

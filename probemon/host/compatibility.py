@@ -38,16 +38,29 @@ def host_problems(pack: AnyPack, model: Any, *, strict: bool) -> list[str]:
     """Return why scores of a pack may mean nothing on this host; `strict`: also that it is unknown. Raises
     `HostMismatch` where the pack cannot read it.
     """
-    packs = pack.packs.values() if isinstance(pack, PackGroup) else [pack]
-    return [text for one in packs for text in _problems(one, model, strict)]
+    packs = _packs_of(pack)
+    for one in packs:
+        _check_shapes(one, model)
+    # It reads every weight: once for all packs, and not for those that state none.
+    stated = any(one.manifest["host"].get("fingerprint") is not None for one in packs)
+    actual, now = fingerprint(model) if stated else None, host_state(model)
+    return [
+        text
+        for one in packs
+        for text in (*_of_weights(one, model, now, actual, strict), *_of_adapters(one, model, now, strict))
+    ]
 
 
 def check_readable(pack: AnyPack, model: Any, *, strict: bool) -> None:
     """Raise what `check_host` raises, and warn of nothing: for before a run, which warns then."""
     if strict:
         check_host(pack, model, strict=True)
-    for one in pack.packs.values() if isinstance(pack, PackGroup) else [pack]:
+    for one in _packs_of(pack):
         _check_shapes(one, model)
+
+
+def _packs_of(pack: AnyPack) -> list[ProbePack]:
+    return list(pack.packs.values()) if isinstance(pack, PackGroup) else [pack]
 
 
 def _check_shapes(pack: ProbePack, model: Any) -> None:
@@ -67,15 +80,9 @@ def _check_shapes(pack: ProbePack, model: Any) -> None:
         raise HostMismatch(f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: {remedy}")
 
 
-def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
-    _check_shapes(pack, model)
-    now = host_state(model)
-    return [*_of_weights(pack, model, now, strict), *_of_adapters(pack, model, now, strict)]
-
-
-def _of_weights(pack: ProbePack, model: Any, now: HostState, strict: bool) -> list[str]:
+def _of_weights(pack: ProbePack, model: Any, now: HostState, actual: str | None, strict: bool) -> list[str]:
     stated, name = pack.manifest["host"], type(model).__name__
-    known, actual = stated.get("fingerprint"), fingerprint(model)
+    known = stated.get("fingerprint")
     if known not in (None, actual):
         changed = f", in {now.quantisation}" if now.quantisation else ""
         return [

@@ -18,6 +18,7 @@ from probemon.host.fingerprint import fingerprint
 from probemon.host.identity import changed, host_identity, stated_host
 from probemon.host.model import unwrap
 from probemon.models.ltm import LtmConfig, LtmForCausalLM, attach_memory
+from probemon.packs.group import PackGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -177,3 +178,14 @@ def test_every_value_of_a_host_is_in_its_fingerprint():
     weight = model.model.embed_tokens.weight.data
     weight[[3, 4]] = weight[[4, 3]]
     assert fingerprint(model) not in seen
+
+
+def test_weights_are_read_once_for_all_packs_and_not_for_packs_that_state_none(tmp_path, monkeypatch):
+    model, read = make_model(), []
+    monkeypatch.setattr("probemon.host.compatibility.fingerprint", lambda host: read.append(host) or fingerprint(host))
+    imported = make_pack(tmp_path / "imported", model, name="imported", host={})
+    assert host_problems(imported, model, strict=False) == [] and read == []
+    packs = [make_pack(tmp_path / name, model, name=name) for name in ("a", "b")]
+    other = make_pack(tmp_path / "c", make_model(seed=1), name="c")
+    problems = host_problems(PackGroup([*packs, imported, other]), model, strict=True)
+    assert read == [model] and [problem.split()[0] for problem in problems] == ["imported", "c"]

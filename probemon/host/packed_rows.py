@@ -17,7 +17,8 @@ from probemon.host.internals import attention_kind, is_stateful
 def sequence_starts(host: Any, inputs: Mapping[str, Any]) -> Tensor | None:
     """Return at which columns of a forward `[B, T]` a sequence begins; None where the host reads each row as one."""
     positions = inputs.get("position_ids")
-    if not tells_rows_apart(host, inputs) or goes_on_in_cache(host, inputs) or is_stateful(host):
+    # First what needs no look at a tensor: every forward asks.
+    if goes_on_in_cache(host, inputs) or is_stateful(host) or not tells_rows_apart(host, inputs):
         return None
     tokens: Tensor = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
     if is_flash(host) and len(tokens) != 1:  # it looks at the positions of one row alone

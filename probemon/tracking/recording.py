@@ -269,13 +269,15 @@ class Recording:
     def _begins(self, row: Ints, position: Ints) -> Mask | None:
         """Whether tokens are the first of sequences that are packed in a row; None where none are."""
         packed = [(placed, placed.begins) for placed in self.placed if placed.begins is not None]
+        if not packed:
+            return None
         firsts = {
             place
             for placed, begins in packed
             for place in zip(placed.rows[begins].tolist(), (placed.columns[begins] - self.offset).tolist(), strict=True)
         }
         at = zip(row.tolist(), position.tolist(), strict=True)
-        return np.array([place in firsts for place in at], dtype=bool) if packed else None
+        return np.array([place in firsts for place in at], dtype=bool)
 
     def _retained(self) -> Mask:
         if self.retained is None:  # how many rows there are is known with the first forward

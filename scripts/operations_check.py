@@ -288,7 +288,7 @@ def main() -> None:
     if arguments.json is not None:
         path = arguments.json
         before = json.loads(path.read_text(encoding="utf-8"))["claims"] if path.exists() else {}
-        result = {**about(*MEASURES), "claims": {**before, **found}}
+        result = {**about(*MEASURES, whole=True), "claims": {**before, **found}}
         write_text_atomically(path, json.dumps(result, indent=1) + "\n")
 
 

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from executed import executed
 from perf_study import report
 from perf_study.claims import BUDGET, PLANTED, claims, verdicts
 from perf_study.kept import code_mark, kept
@@ -300,7 +301,10 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     without_demo = arguments.quick or arguments.only == "planted"
-    made_by = about(*MEASURES, *(() if without_demo else OF_DEMO))  # now: the study outlasts a commit
+    measures = MEASURES + (() if without_demo else OF_DEMO)
+    folder = None if arguments.quick else arguments.folder / f"planted-{code_mark(*MEASURES)}"
+    goes_on = not without_demo or (folder is not None and folder.exists())  # with what another process learned
+    made_by = about(*measures, whole=True)  # now: the study outlasts a commit
     errors = integrity()
     if gates.integrity(errors).verdict != gates.PASSED:
         print(f"perf_track: nothing was compared: {gates.integrity(errors).why}", file=sys.stderr)
@@ -310,13 +314,14 @@ def main() -> int:
     if arguments.quick:
         found |= planted(errors, seeds, quick_methods, None)
     elif arguments.only != "demo":
-        folder = arguments.folder / f"planted-{code_mark(*MEASURES)}"
         found |= planted(errors, seeds, lambda task: ("lora", *FORMS), folder)
     if not without_demo:
         from perf_study.demo import study as of_demo  # it needs WordNet and the demo model
 
         found["demo"] = of_demo(seeds, arguments.folder / "results", arguments.headers, errors)
     print("\n".join(report.lines(found)))
+    if not goes_on:
+        made_by["measures"] = executed(measures)
     found |= {"integrity": errors, "seconds": round(time.perf_counter() - BEGIN, 1), **made_by}
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")

@@ -519,12 +519,12 @@ def main() -> None:
             found[name] = parts[name]()
             found["measured"][name] = {
                 "cpu_seconds": round(time.process_time() - begin, 1),
-                **about(*MEASURES),
+                **about(*MEASURES, whole=True),
             }
             outcome = found[name] if isinstance(found[name], dict) else {}
             outcome = outcome.get("summary") or outcome.get("over_routed") or outcome
             print(f"{name}: {json.dumps(outcome, indent=1)[:3000]}", file=sys.stderr)
-    found |= {**about(*MEASURES)}
+    found |= about(*MEASURES, whole=set(arguments.only) != set(PARTS))
     found.pop("cpu_seconds", None)
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
 

@@ -161,7 +161,7 @@ def main() -> None:
             pairs = [(seed, price) for seed in range(options.seeds) for price in PRICES]
             found[name] = [learned_levels(seed, price, options.steps) for seed, price in pairs]
         print(json.dumps(found[name]))
-        write_text_atomically(options.json, json.dumps({**found, **about(*MEASURES)}, indent=2) + "\n")
+        write_text_atomically(options.json, json.dumps({**found, **about(*MEASURES, whole=True)}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

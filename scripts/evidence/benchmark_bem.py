@@ -108,7 +108,7 @@ def main() -> int:
             "host": "SmolLM2-135M-Instruct, bf16",
         },
         "seconds": round(time.perf_counter() - begin, 1),
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
     }
     for name, claim in found["claims"].items():
         print(

@@ -285,7 +285,7 @@ def summary(found: list[dict[str, Any]], died: list[dict[str, Any]], seed: int, 
         },
         "seed": seed,
         "seconds": round(seconds, 1),
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
     }
 
 

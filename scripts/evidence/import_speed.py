@@ -92,7 +92,7 @@ def measure(folder: Path, hidden_size: int) -> dict[str, Any]:
             "bar_bytes": BAR_BYTES,
             "holds": seconds <= BAR_SECONDS and peak <= BAR_BYTES,
         },
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
     }
 
 

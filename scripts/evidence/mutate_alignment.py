@@ -769,7 +769,7 @@ def main() -> int:
                 "n_mutations": len(caught),
                 "n_caught": sum(bool(one["caught_by"]) for one in caught),
                 "mutations": caught,
-                **about(*MEASURES),
+                **about(*MEASURES, whole=True),
             }
             if arguments.out:  # after each, so that a run that is ended goes on where it was
                 write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")

@@ -95,7 +95,7 @@ def main() -> int:
         "limit_mb": arguments.limit_mb,
         "rounds": arguments.rounds,
         "rows": rows,
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
     }
     for row in rows:
         print(json.dumps(row))

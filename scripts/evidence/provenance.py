@@ -12,13 +12,17 @@ import numpy as np
 import torch
 
 import probemon
+from executed import executed
+from staleness import ALL
 
 
-def about(*measures: str) -> dict[str, Any]:
-    """What a result file says of itself: the modules, folders and packs that it measures, as paths in the repository,
-    the commit and the machine.
+def about(*measures: str, whole: bool = False) -> dict[str, Any]:
+    """What a result file says of itself when all is measured: the definitions that ran of the modules and folders that
+    it measures, which are paths in the repository, the packs, the commit and the machine. `whole`: all definitions
+    count, since some of it ran in another process or was kept from an earlier run.
     """
-    return {"measures": list(measures), "commit": commit(), "machine": machine()}
+    names = dict.fromkeys(measures, ALL) if whole else executed(measures)
+    return {"measures": names, "commit": commit(), "machine": machine()}
 
 
 def machine() -> dict[str, Any]:

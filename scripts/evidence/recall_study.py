@@ -145,7 +145,7 @@ def whole(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "gaps": GAPS,
         "summaries": summaries,
         "rows": rows,
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
     }
 
 

@@ -240,7 +240,7 @@ def measure(rounds: int, n_tokens: int) -> dict[str, Any]:
         "growth_bytes": growth,
     }
     return {
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
         "rounds": rounds,
         "tokens": n_tokens,
         "pages": {"reading": PAGES, "never_reading": DEAF, "kept_events": KEPT_EVENTS, "send_buffer": SEND_BUFFER},

@@ -276,7 +276,7 @@ def main() -> None:
         "what ran at SIGTERM is answered": found["sigterm"]["answered"] == found["sigterm"]["asked"]
         and found["sigterm"]["status"] == 128 + signal.SIGTERM,
     }
-    content = {**about(*MEASURES), "claims": held, "most_growth_bytes": MOST_GROWTH_BYTES, **found}
+    content = {**about(*MEASURES, whole=True), "claims": held, "most_growth_bytes": MOST_GROWTH_BYTES, **found}
     write_text_atomically(arguments.out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     for claim, holds in held.items():
         print(f"{'held' if holds else 'MISSED'}: {claim}")

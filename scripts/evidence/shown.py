@@ -71,7 +71,7 @@ def main() -> int:
     document = {
         "claims": claims,
         "packs": results,
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
     }
     write_text_atomically(args.out, json.dumps(document, indent=1) + "\n")
     print(json.dumps(claims, indent=1))

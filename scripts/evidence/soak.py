@@ -165,7 +165,7 @@ def main() -> int:
     found["flat"] = found["growth_of_watching_bytes"] < FLAT_BYTES
     found |= {
         "kept_bytes_per_token": round(found["whole"]["growth_bytes"] / (0.7 * arguments.tokens / 10)),
-        **about(*MEASURES),
+        **about(*MEASURES, whole=True),
     }
     print(json.dumps(found, indent=1))
     if arguments.out:

@@ -69,7 +69,7 @@ def main() -> None:
             )
             said = cases["thousand"].pop("concepts")
             cases["thousand"]["areas"] = areas(said)
-    found = {"cases": cases, "claims": claims(cases), "bars": BARS, **about(*MEASURES)}
+    found = {"cases": cases, "claims": claims(cases), "bars": BARS, **about(*MEASURES, whole=True)}
     print(json.dumps(found["claims"], indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -147,7 +147,7 @@ def main() -> None:
         print(f"{'ok  ' if holds(claim) else 'FAIL'} {name}: {claim['value']} ({claim['bar']})")
     if arguments.json is not None:
         result = {
-            **about("scripts/evidence/vllm_parts.py", "scripts/evidence/vllm_compare.py", *MODULES),
+            **about("scripts/evidence/vllm_parts.py", "scripts/evidence/vllm_compare.py", *MODULES, whole=True),
             "adapter": adapter_sha256(),
             "vllm": _version(),
             "claims": claims,

@@ -194,15 +194,18 @@ class _Watch:
         medians: Numbers = np.median(self.first, axis=1)  # NaN with any NaN
         return medians
 
-    def distances(self, values: Numbers, healthy: Mask) -> Numbers:
-        """Return how far values are from the baseline, and NaN while it is still made, of `healthy` windows alone."""
-        known = ~np.isnan(values)
+    def distances(self, values: Numbers) -> Numbers:
+        """Return how far values are from the baseline, and NaN while it is still made."""
         begins = self.n_first < _BASELINE
-        taken = begins & known & healthy
+        self.n_judged += ~np.isnan(values) & ~begins
+        return np.where(begins, np.nan, np.abs(values - self.baseline))
+
+    def add_to_baseline(self, values: Numbers, healthy: Mask) -> None:
+        """Take those of `healthy` windows into a baseline that is still made."""
+        taken = (self.n_first < _BASELINE) & ~np.isnan(values) & healthy
         self.first[taken, self.n_first[taken]] = values[taken]
         self.n_first += taken
-        self.n_judged += taken | (known & ~begins)
-        return np.where(begins, np.nan, np.abs(values - self.baseline))
+        self.n_judged += taken
 
 
 class Alerts:
@@ -296,6 +299,7 @@ class Alerts:
         for watch in self._at_once:
             not_raised = ~watch.raised
             values = np.where(not_raised, statistics.metric(watch.rule.metric)[watch.which], np.nan)
+            watch.n_judged += ~np.isnan(values)
             alerts += self._judge(watch, values, not_raised, self._n_tokens + statistics.n_tokens)
         return alerts
 
@@ -313,12 +317,19 @@ class Alerts:
             if full.any():
                 due.append((key, window, full))
         alerts: list[Alert] = []
-        for drift in (False, True):  # what is raised by these very windows keeps them out of baselines
-            for key, window, full in due:
-                self._alerted[key] |= self._alerted_now()
-                for watch in self._watches[key]:
-                    if watch.rule.drift == drift:
-                        alerts += self._judge_window(watch, window, full, self._memory[key], ~self._alerted[key])
+        makes_baseline: list[tuple[_Watch, Numbers, tuple[int, str]]] = []
+        for key, window, full in due:
+            for watch in self._watches[key]:
+                values = self._values(watch, window, full, self._memory[key])
+                if watch.rule.drift:
+                    makes_baseline.append((watch, values, key))
+                    values = watch.distances(values)
+                else:
+                    watch.n_judged += ~np.isnan(values)
+                alerts += self._judge(watch, values, full[self._which(watch)], self._n_tokens)
+        for watch, values, key in makes_baseline:  # last: what these very windows raise keeps them out of baselines
+            self._alerted[key] |= self._alerted_now()
+            watch.add_to_baseline(values, watch.rule.of_all | ~self._alerted[key][self._which(watch)])
         for key, window, full in due:
             window.forget(full)
             self._alerted[key] &= ~full
@@ -330,28 +341,21 @@ class Alerts:
         alerted = {alert.stream for alert in self._now.values()}
         return np.array([stream in alerted for stream in self._streams], dtype=bool)
 
-    def _judge_window(
-        self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float, healthy: Mask
-    ) -> Iterator[Alert]:
-        """Judge the streams whose window is `full`. `healthy`: no alert of the stream held in it."""
-        rule = watch.rule
-        which = watch.which[:1] if rule.of_all else watch.which
-        full = full[which]
-        values = np.where(full, memory_share if rule.metric == MEMORY else window.metric(rule.metric)[which], np.nan)
-        return self._judge(
-            watch, values, full, self._n_tokens, np.ones(1, dtype=bool) if rule.of_all else healthy[which]
-        )
+    @staticmethod
+    def _which(watch: _Watch) -> Ints:
+        return watch.which[:1] if watch.rule.of_all else watch.which
 
-    def _judge(
-        self, watch: _Watch, values: Numbers, full: Mask, at: int, healthy: Mask | None = None
-    ) -> Iterator[Alert]:
+    def _values(self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float) -> Numbers:
+        """The metric of each stream of a watch, NaN where its window is not `full`."""
+        metric, which = watch.rule.metric, self._which(watch)
+        values: Numbers = np.where(
+            full[which], memory_share if metric == MEMORY else window.metric(metric)[which], np.nan
+        )
+        return values
+
+    def _judge(self, watch: _Watch, values: Numbers, full: Mask, at: int) -> Iterator[Alert]:
         """Judge the metric's `values`, NaN where it is not known; `full`: where a window is counted."""
         rule = watch.rule
-        if rule.drift:
-            assert healthy is not None  # a rule at once has no drift
-            values = watch.distances(values, healthy)
-        else:
-            watch.n_judged += ~np.isnan(values)
         threshold = np.where(watch.raised, rule.clear_at, rule.raise_at)
         above = (rule.raise_at > rule.clear_at) != watch.raised  # to be cleared, it must go the other way
         past = np.where(above, values > threshold, values < threshold)  # NaN passes nothing

@@ -343,6 +343,21 @@ def test_windows_in_which_an_alert_holds_are_in_no_baseline():
     )
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_window_raises_keeps_it_out_of_every_baseline(first):
+    """A drift of a known baseline is raised by the first window, beside a rule of equal windows that makes its own."""
+    stream = Stream(MOE, "site", 0)
+    known = Rule("known", "marginal_entropy", 0.1, 0.05, drift=True, window=64, in_a_row=1)
+    made = Rule("made", "max_vio", 0.1, 0.05, drift=True, window=64, in_a_row=1)
+    rules = [known, made] if first else [made, known]
+    alerts = Alerts(rules, [stream], 4, 1, 64, baseline={(stream, "marginal_entropy", 64): 0.5})
+    told = [(i, str(a.kind)) for i, share in enumerate([1, *[0.5] * 6]) for a in alerts.add(window_of(share))]
+    assert told == [(0, "known"), (1, "known")]
+    assert alerts.baseline()[stream, "max_vio", 64] == window_of(0.5).metric("max_vio")[0]
+    [watch] = [watch for watch in alerts._all_watches() if watch.rule is made]
+    assert len(set(watch.first[0])) == 1  # not the first window's, and not that in which it was over
+
+
 def test_a_baseline_is_given_and_forgotten():
     healthy, drift = usual(1, 8192), 0.5 * usual(2, 8192)
     _, tally = drifts(healthy)

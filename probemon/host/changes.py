@@ -21,9 +21,9 @@ from probemon.host.model import host_state
 
 @dataclass(frozen=True)
 class HostMark:
-    """What a host was. `writes`: where its parameters lie, and those of what is put on it without being a module of it
-    (an adapter of `probemon.bem` that steers, memories), how often each was written to in place, and which memories of
-    its own are closed.
+    """What a host was. `writes`: where its parameters and the buffers of its checkpoint lie, and those of what is put
+    on it without being a module of it (an adapter of `probemon.bem` that steers, memories), how often each was written
+    to in place, and which memories of its own are closed.
 
     `switches`: which adapters each of `tuners`, PEFT's layers, had switched on.
     """
@@ -58,7 +58,7 @@ class HostMarks:
             last = None
         members = Members(roots) if last is None else last[0]
         memories = memories_in(members.modules) if last is None else last[2]
-        writes = hash((*write_marks(members.parameters), *(memory.closed for memory in memories)))
+        writes = hash((*write_marks(members.weights), *(memory.closed for memory in memories)))
         if last is not None and last[1].writes == writes and not last[1].tuners:
             return last[1]
         tuners = tuple(module for module in members.modules if switches_adapters(module))

@@ -96,7 +96,8 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class Members:
-    """All modules and parameters below some roots, which a later look finds again without a walk.
+    """All modules, and all parameters and persistent buffers, below some roots, which a later look finds again without
+    a walk. What a forward computes anew, such as frequencies of positions, lies in other buffers.
 
     A forward evicts what a walk reads (some 1 ms a step on a small host), so the dicts are kept in which torch holds a
     module's children and parameters: torch changes what is in them and never puts others in their place.
@@ -106,16 +107,26 @@ class Members:
         self._roots = list(roots)
         self.modules = [module for root in roots for module in all_modules(root)]
         self._dicts: list[Any] = [held for module in self.modules for held in (module._modules, module._parameters)]
+        self._buffers = [
+            (module._buffers, name)
+            for module in self.modules
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
         self._held = self._now()  # kept alive, so that an id is nobody else's
         self._ids = list(map(id, self._held))
-        self.parameters = [p for module in self.modules for p in module._parameters.values() if p is not None]
+        held = [
+            *(parameter for module in self.modules for parameter in module._parameters.values()),
+            *(buffers[name] for buffers, name in self._buffers),
+        ]
+        self.weights: list[Tensor] = [tensor for tensor in held if tensor is not None]
 
     def same(self, roots: Sequence[nn.Module]) -> bool:
-        """Whether these are the roots, and every module has the children and the parameters that it had."""
+        """Whether these are the roots, and every module has the children, parameters and buffers that it had."""
         return list(map(id, roots)) == list(map(id, self._roots)) and list(map(id, self._now())) == self._ids
 
     def _now(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, self._dicts)))
+        return [*chain.from_iterable(map(_VALUES, self._dicts)), *(held.get(name) for held, name in self._buffers)]
 
 
 _VALUES = methodcaller("values")

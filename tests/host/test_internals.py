@@ -187,14 +187,20 @@ def test_members_are_the_same_until_one_is_another():
         "a parametrization": lambda host: nn.utils.parametrizations.weight_norm(host[0]),
         "tied weights": lambda host: setattr(host[0], "weight", host[1].weight),
         "modules that change places": lambda host: host._modules.update({"0": host[1], "1": host[0]}),
+        "a buffer": lambda host: setattr(host[0], "kept", torch.zeros(2)),
+        "a buffer that is gone": lambda host: delattr(host[0], "kept"),
     }
     for what, change in changes.items():
         host, beside = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+        host[0].register_buffer("kept", torch.ones(2))
+        host[0].register_buffer("made_anew", torch.ones(2), persistent=False)
         members = internals.Members([host, beside])
-        assert members.modules == [*host.modules(), beside] and len(members.parameters) == 6
+        assert members.modules == [*host.modules(), beside]
+        assert len(members.weights) == 7 and members.weights[-1] is host[0].kept
+        host[0].made_anew = torch.zeros(2)
         assert members.same([host, beside]) and not members.same([host]) and not members.same([beside, host])
         change(host)
-        assert not members.same([host, beside]), f"torch: {what} is not seen in _modules and _parameters"
+        assert not members.same([host, beside]), f"torch: {what} is not seen in _modules, _parameters and _buffers"
 
 
 def test_write_marks_change_with_every_write():

@@ -312,7 +312,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
             f"{pack.name} reads states that are not normalised, so that no bound holds for them: give its hierarchy as"
             " a file"
         )
-    alert = pack.alert_threshold.clone()
+    alert = pack.lowest_alert.clone()
     if threshold is not None:
         alert = torch.where(alert.isnan(), alert.new_tensor(float(threshold)), alert)
     if bool(alert.isnan().all()):

@@ -473,7 +473,7 @@ class OpenedPack:
     @property
     def lowest_alert(self) -> Tensor:
         """The lowest score `[P]` fp32 over which anything lists a concept: at a token, or as the highest of a sentence.
-        NaN where there is no threshold for a token.
+        NaN where there is a threshold for neither.
         """
         return lowest_alert(self.alert_threshold, self._aggregated)
 
@@ -561,7 +561,7 @@ class OpenedPack:
         other.expand_threshold = torch.full_like(self.expand_threshold, math.nan)
         if self.bounding:
             other.expand_threshold[~self.expand_threshold.isnan()] = ALWAYS
-            other.expand_threshold[self.bounding] = self.bounds_for(other.alert_threshold)[self.bounding]
+            other.expand_threshold[self.bounding] = self.bounds_for(other.lowest_alert)[self.bounding]
         elif self.recommended.get("load_threshold") == "calibrated":
             other.recommended = {key: value for key, value in self.recommended.items() if key != "load_threshold"}
         return other
@@ -593,9 +593,9 @@ class OpenedPack:
 
 
 def lowest_alert(alert: Tensor, aggregated: Mapping[str, Tensor]) -> Tensor:
-    """Return the lower of the thresholds of tokens and of the highest of several, where there are such."""
+    """Return the lower of the thresholds of tokens and of the highest of several, or that which there is."""
     of_several = aggregated.get(str(Max()))
-    return alert if of_several is None else torch.where(of_several < alert, of_several, alert)
+    return alert if of_several is None else torch.fmin(of_several, alert)
 
 
 def _path(tree: ConceptTree, concepts: Sequence[Mapping[str, Any]], probe: int) -> list[str]:

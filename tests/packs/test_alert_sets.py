@@ -21,6 +21,7 @@ from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.group import PackGroup
 from probemon.packs.hierarchies import propose
+from probemon.packs.opened import lowest_alert
 from probemon.packs.quantize import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,11 +188,11 @@ def test_event_says_the_set_of_its_threshold(pack, model):
         events.clear()
 
 
-def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
-    n, hidden = 60, torch.randn(200, HIDDEN)
-    directions = torch.randn(6, 1, HIDDEN).repeat_interleave(10, 0)
-    flat = ProbePack.write(
-        tmp_path / "flat",
+def like_probes(path, **thresholds):
+    """60 random probes of six directions."""
+    n, directions = 60, torch.randn(6, 1, HIDDEN).repeat_interleave(10, 0)
+    return ProbePack.write(
+        path,
         name="flat",
         licence="CC0-1.0",
         card="Random probes.\n",
@@ -199,12 +200,19 @@ def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
         concepts=[{"id": f"c{i}", "name": f"c{i}", "parents": []} for i in range(n)],
         weights={"w1": directions + torch.randn(n, 1, HIDDEN) / 20, "b1": torch.full((n, 1), -3.0)},
         inputs=[{"site": "resid_post.1", "norm": "rmsnorm"}],
-        alert_threshold=torch.full((n,), 0.9),
-        alert_set="high",
-        alert_sets={"low": torch.full((n,), 0.05)},
         golden_hidden=torch.randn(64, 1, HIDDEN),
         host={},
+        **{
+            name: {k: torch.full((n,), x) for k, x in v.items()} if isinstance(v, dict) else v
+            for name, v in thresholds.items()
+        },
     )
+
+
+def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
+    hidden = torch.randn(200, HIDDEN)
+    each = torch.full((60,), 0.9)
+    flat = like_probes(tmp_path / "flat", alert_threshold=each, alert_set="high", alert_sets={"low": 0.05})
     tree = propose(flat).write(tmp_path / "tree")
     for name in tree.alert_sets:
         manager = DynamicProbeManager(tree, alert_set=name)
@@ -212,6 +220,28 @@ def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
         assert fires.any() and scores.coverage.totals()["not_reached"]
         for t, row in enumerate(fires):
             assert scores.fired(t).tolist() == row.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("of_tokens", [0.9, math.nan])
+def test_bounding_probes_open_for_the_threshold_of_a_sentence_too(of_tokens, tmp_path):
+    """Whatever comes first: the groups, the threshold of a sentence, or another set and back."""
+    hidden, n = torch.randn(200, HIDDEN), 60
+    each = torch.full((n,), of_tokens)
+    both = like_probes(
+        tmp_path / "both", alert_threshold=each, alert_set="high", alert_sets={"low": 0.95}, aggregated={"max": 0.05}
+    )
+    tree = propose(both).write(tmp_path / "tree")
+    alone = like_probes(tmp_path / "alone", alert_threshold=each)
+    grouped = propose(alone, threshold=None if of_tokens == 0.9 else 0.9).write(tmp_path / "grouped")
+    bounds = grouped.bounds_for(lowest_alert(grouped.alert_threshold, {"max": torch.full((grouped.n_probes,), 0.05)}))
+    assert torch.equal(bounds[grouped.bounding], torch.full((len(grouped.bounding),), 0.05))
+    for pack in (tree, tree.with_alert_set("low").with_alert_set("high")):
+        manager = DynamicProbeManager(pack)
+        listed, scores = manager.score_all(hidden)[:, :n] > 0.05, manager.score_tokens(hidden)
+        assert listed.any() and scores.coverage.totals()["not_reached"]
+        for t, row in enumerate(listed):
+            found = scores.active(t)[scores.active_scores(t) > 0.05]
+            assert found[found < n].tolist() == row.nonzero()[:, 0].tolist()
 
 
 def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):

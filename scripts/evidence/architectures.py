@@ -39,6 +39,7 @@ from transformers import GenerationConfig
 
 import provenance
 from architecture_corpus import corpus
+from executed import executed, union
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import write_text_atomically
 from probemon.errors import ProbemonError
@@ -528,12 +529,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     known, modes = architectures(), given.mode or list(MODES)
-    begin, found = time.perf_counter(), {}
+    begin, found, ran = time.perf_counter(), {}, executed(MEASURES)
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name in sorted(given.names or known):
         started = time.perf_counter()
-        found[name] = apart(lambda name=name: sweep(name, known[name], modes))
+        found[name] = apart(lambda name=name: {**sweep(name, known[name], modes), "ran": executed(MEASURES)})
         row = found[name]
+        ran = union(ran, row.pop("ran", {}))
         row["commit"] = provenance.commit()
         told = {mode: _told(entry) for mode, entry in row["modes"].items()} if "modes" in row else row
         print(f"{name} ({time.perf_counter() - started:.1f} s): {json.dumps(told)}", flush=True)
@@ -541,7 +543,8 @@ def main() -> int:
         path = given.out or ROOT / "docs/benchmarks/architectures.json"
         before = json.loads(path.read_text()) if given.names and path.is_file() else {"architectures": {}}
         answer = {
-            **provenance.about(*MEASURES),
+            **provenance.about(*MEASURES, whole=True),
+            **({} if given.names else {"measures": ran}),
             "transformers": transformers.__version__,
             "bar": BAR,
             "seconds": before.get("seconds") or round(time.perf_counter() - begin),

@@ -76,6 +76,15 @@ def _add_what_is_read(statements: dict[Path, dict[str, ast.stmt]], names: dict[P
     return sum(map(len, names.values())) > before
 
 
+def union(*ran: dict[str, str]) -> dict[str, str]:
+    """What ran in one of several processes."""
+    names: dict[str, set[str]] = {}
+    for one in ran:
+        for file, told in one.items():
+            names.setdefault(file, set()).update(told.split())
+    return {file: ALL if ALL in told else " ".join(sorted(told)) for file, told in sorted(names.items())}
+
+
 def was_called(code: types.CodeType) -> bool:
     """Whether a function of this code was entered once."""
     at = _counter()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from executed import executed
+from executed import executed, union
 from staleness import ROOT, changes_since, definitions, stale_files
 
 BEFORE = '''"""A module."""
@@ -167,6 +167,10 @@ def ran(tmp_path, monkeypatch):
 
 def test_what_was_called_and_what_that_reads_is_named(ran):
     assert ran[1] == {"probemon/ran.py": "Box Box.__init__ Box.area Box.size SCALE product scaled told"}
+    assert union(ran[1], {"probemon/ran.py": "other"}, {"probes": "*"}) == {
+        "probemon/ran.py": "Box Box.__init__ Box.area Box.size SCALE other product scaled told",
+        "probes": "*",
+    }
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,11 @@ class DriftMonitor:
         self.reference = reference
         # What is comparable: all concepts where the descent finds all that fires, else those that are always evaluated.
         own = np.ones(pack.n_probes, dtype=bool) if _finds_all(pack, plan) else plan.always.copy()
-        own &= np.asarray([not concept.get("bounding") for concept in pack.concepts], dtype=bool)
+        wanted = np.asarray([not concept.get("bounding") for concept in pack.concepts], dtype=bool)
         if plan.watched is not None:
-            own &= plan.watched
+            wanted &= plan.watched
+        own &= wanted
+        self._n_concepts = int(wanted.sum())
         self.probes: Ints = np.flatnonzero(own)
         self.scored: Ints = np.flatnonzero(plan.always)
         self.sites: tuple[str, ...] = tuple(pack.sites)
@@ -178,6 +180,12 @@ class DriftMonitor:
         if n < BLOCK:
             return Check(name, OK, f"{n:,} requests were counted, and the first look is at {BLOCK}{beside}")
         compared = f"{n - n_uncompared:,} requests are like the {self.reference.counts.n:,} of the reference"
+        n_judged, n_concepts = len(self._judged), self._n_concepts
+        if n_judged < n_concepts:
+            compared += f" in {n_judged:,} of {n_concepts:,} concepts, and nothing is known of the others"
+        if not n_judged:
+            remedy = "Watch with load_threshold='exact', or freeze a reference of this manager (docs/drift.md)."
+            return Check(name, WARNING, compared + beside, remedy)
         return Check(name, OK, compared + beside)
 
     def freeze(self, path: str | Path | None = None) -> DriftReference:

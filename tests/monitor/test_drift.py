@@ -5,6 +5,7 @@ nothing changed.
 import json
 import logging
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from probemon.core.drift_reference import DriftReference
 from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.errors import CalibrationError, ConfigError
 from probemon.monitor.drift import ALARM_KINDS, DriftMonitor
+from probemon.monitor.health import OK, WARNING
 from running_server import demo_tokenizer
 
 ROWS, NEW = 50, 3
@@ -340,6 +342,18 @@ def test_only_what_every_descent_evaluates_is_compared_where_some_fires_are_not_
     whole = DriftMonitor(DynamicProbeManager(rare), reference)
     n_always = int(DynamicProbeManager(rare).plan.always.sum())
     assert [one.report()["n_concepts"] for one in (partial, rounds, whole)] == [n_always, n_always, 40]
+
+
+def test_of_how_many_concepts_it_speaks_is_said(rare, model, reference):
+    manager = DynamicProbeManager(rare, load_threshold=0.9)
+    some, alike = DriftMonitor(manager, reference), "100 requests are like the 1,000 of the reference in"
+    n_always = int(manager.plan.always.sum())
+    check = watch(manager, model, some, range(100, 102)).checks[-1]
+    assert check.what == f"{alike} {n_always} of 40 concepts, and nothing is known of the others" and check.state == OK
+    frozen = DriftReference.read(reference)
+    others = replace(frozen, ids=tuple(f"other {name}" for name in frozen.ids))
+    check = watch(manager, model, DriftMonitor(manager, others), range(100, 102)).checks[-1]
+    assert check.what.startswith(f"{alike} 0 of 40 concepts") and check.state == WARNING
 
 
 def test_a_reference_needs_requests_and_no_reference_is_said(manager, model, tmp_path):

@@ -26,7 +26,7 @@ Singles = npt.NDArray[np.float32]
 
 MOE, XLORA, BEM, SLOTS = "moe", "xlora", "bem", "memory"
 SSM = "ssm"  # no router, and nothing is decided: a layer that keeps a state
-LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code, rounded: beyond it its products would leave no room in 64 bits
+LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code, rounded: beyond it a batch's products would leave 64 bits
 SAME = 1e-4  # codes that differ by less, relative to their size, are one: a prompt's and a step's sums differ in order
 # Fields [S, n, ...]; the others are [n].
 _BY_STREAM = ("raw", "weights", "top_idx", "top_w", "top_position", "top_token", "decided", "steering")

@@ -5,9 +5,10 @@
     statistics.merge(others)                            # as if both had been one stream
     statistics.metric("mutual_information")             # [S]
 
-Every number is rounded to a fixed binary place and summed as an integer, so that the way in which a stream was cut or
-merged changes no bit of a sum. Codes may be small, and their products much smaller. What rounding leaves of them is
-therefore rounded and summed too, so that codes with a norm from about 1e-4 on have their true rank.
+Every number is rounded to a fixed binary place and summed as an integer of two words, so that the way in which a stream
+was cut or merged changes no bit of a sum, and none grows past its room. Codes may be small, and their products much
+smaller. What rounding leaves of them is therefore rounded and summed too, so that codes with a norm from about 1e-4 on
+have their true rank.
 
 Entropies are in units of log E. To recognise collapse takes two: that of each decision, and that of the mean of the
 decisions. Their difference is the mutual information of token and expert. Codes are no distribution (a softmax over
@@ -27,7 +28,7 @@ from probemon.errors import ConfigError
 from probemon.telemetry.decisions import Changes, Decisions, Numbers, entropy, norms
 from probemon.telemetry.sketch import LogSketch
 
-_SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9, room for 8e9 tokens
+_SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9
 _CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8, and what that leaves at 4e-15
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _FLAT = 1e-6  # a code's variance over its mean square under which it does not vary: what rounding leaves
@@ -36,6 +37,9 @@ _PER_STREAM = (
     "_entropy", "_confidence", "_norm", "_norm_left",
 )  # fmt: skip
 _PER_EXPERT = ("load", "_weights", "_codes", "_codes_left")
+# Sums of numbers, not of tokens: of large codes the products of 8 million tokens would pass 64 bits.
+_TWO_WORDS = ("_entropy", "_confidence", "_norm", "_weights", "_codes", "_products")
+_WORD_BITS = 40  # of the lower word, which is never negative: so a sum has one form, however it came about
 
 
 class RoutingStatistics:
@@ -60,6 +64,7 @@ class RoutingStatistics:
             **dict.fromkeys(_PER_EXPERT, (n_streams, n_experts)),
             **dict.fromkeys(("_products", "_products_left"), pairs),
         }
+        shapes |= {f"{name}_high": shapes[name] for name in _TWO_WORDS}
         self._sums: dict[str, Ints] = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
         self.norm_max: Numbers = np.zeros(n_streams)
         self.latency = LogSketch()
@@ -88,7 +93,7 @@ class RoutingStatistics:
         sums["n_fallback"] += (good & decisions.fallback).sum(axis=1)
         confident = good & np.isfinite(decisions.confidence)
         sums["n_confident"] += confident.sum(axis=1)
-        sums["_confidence"] += _whole(np.where(confident, decisions.confidence, 0.0), _SHARE).sum(axis=1)
+        self._add_whole("_confidence", _whole(np.where(confident, decisions.confidence, 0.0), _SHARE))
         stream = np.arange(self.n_streams)[:, None, None] * self.n_experts
         chosen = (stream + decisions.top_idx[:, :, : self.n_chosen])[good]
         sums["load"] += np.bincount(chosen.ravel(), minlength=self.n_streams * self.n_experts).reshape(
@@ -96,8 +101,8 @@ class RoutingStatistics:
         )
         if decisions.weights is not None:
             weights = decisions.weights if good.all() else np.where(good[:, :, None], decisions.weights, 0.0)
-            sums["_entropy"] += _whole(entropy(weights) / self._log_e, _SHARE).sum(axis=1)
-            sums["_weights"] += _whole(weights, _SHARE).sum(axis=1)
+            self._add_whole("_entropy", _whole(entropy(weights) / self._log_e, _SHARE))
+            self._add_whole("_weights", _whole(weights, _SHARE))
         if self.codes:
             codes = np.where(steering[:, :, None], decisions.raw, 0.0).astype(np.float64)
             norm = norms(np.where(good[:, :, None], decisions.raw, 0.0))
@@ -131,6 +136,8 @@ class RoutingStatistics:
             )
         for name, values in other._sums.items():
             self._sums[name] += values
+        for name in _TWO_WORDS:
+            self._carry(name)
         self.norm_max = np.maximum(self.norm_max, other.norm_max)
         self.latency.merge(other.latency)
 
@@ -161,11 +168,12 @@ class RoutingStatistics:
 
     def decision_entropy(self) -> Numbers:
         """Mean over tokens of the entropy of each decision, in units of log E."""
-        return self._distribution(_ratio(self._entropy, self.n * _SHARE))
+        return self._distribution(_ratio(self._sum("_entropy"), self.n * float(_SHARE)))
 
     def marginal(self) -> Numbers:
         """Mean distribution over tokens, `[S, E]`."""
-        return _ratio(self._weights, self._weights.sum(axis=1)[:, None])
+        weights = self._sum("_weights")
+        return _ratio(weights, weights.sum(axis=1)[:, None])
 
     def marginal_entropy(self) -> Numbers:
         """Entropy of the mean distribution, in units of log E."""
@@ -228,7 +236,7 @@ class RoutingStatistics:
 
     def confidence(self) -> Numbers:
         """Mean confidence, over the tokens that have one."""
-        return _ratio(self._confidence, self.n_confident * _SHARE)
+        return _ratio(self._sum("_confidence"), self.n_confident * float(_SHARE))
 
     def code_norm(self) -> Numbers:
         """Mean norm of the codes."""
@@ -295,13 +303,30 @@ class RoutingStatistics:
         """Add numbers of codes `[S, n, ...]` to one sum, and to another what rounding leaves of them, exactly."""
         scaled = values * _CODE
         whole = np.rint(scaled)
-        self._sums[name] += whole.astype(np.int64).sum(axis=1)
+        self._add_whole(name, whole.astype(np.int64))
         scaled -= whole
         self._sums[f"{name}_left"] += _whole(scaled, _CODE).sum(axis=1)
 
+    def _add_whole(self, name: str, values: Ints) -> None:
+        """Add integers `[S, n, ...]` to a sum of two words."""
+        self._sums[name] += values.sum(axis=1)
+        self._carry(name)
+
+    def _carry(self, name: str) -> None:
+        """Move to the higher word what is too much for the lower one."""
+        low = self._sums[name]
+        self._sums[f"{name}_high"] += low >> _WORD_BITS
+        low &= (1 << _WORD_BITS) - 1
+
+    def _sum(self, name: str) -> Numbers:
+        """Return a sum of two words as a number."""
+        high = self._sums[f"{name}_high"].astype(np.float64)
+        total: Numbers = high * (1 << _WORD_BITS) + self._sums[name]
+        return total
+
     def _total(self, name: str) -> Numbers:
-        """Return both sums as one."""
-        total: Numbers = (self._sums[name] + self._sums[f"{name}_left"] / _CODE) / _CODE
+        """Return a sum, with what rounding left of its numbers."""
+        total: Numbers = (self._sum(name) + self._sums[f"{name}_left"] / _CODE) / _CODE
         return total
 
     def _distribution(self, values: Numbers) -> Numbers:

@@ -188,6 +188,32 @@ def test_codes_that_never_change_have_no_rank():
     assert found.effective_rank()[0] == 0 and found.variation()[0] < 1e-6 and found.rank_entropy()[0] == 0
 
 
+@pytest.mark.parametrize("codes", [False, True], ids=["weights", "codes"])
+def test_no_stream_is_too_long_for_its_sums(codes):
+    """A stream that is doubled 26 times, past 2e11 tokens, has the shares of its first 4,096."""
+    large = np.zeros((4096, 4))
+    large[:, 0] = 255
+    large[::2, 1] = -20
+    decisions = codes_of(large) if codes else decisions_of(np.minimum(large, 1))
+    once = one = feed(stats(e=4, codes=codes), decisions)
+    for _ in range(26):
+        before = one
+        one = before.empty()
+        one.merge(before)
+        one.merge(before)
+    assert one.n_tokens == 4096 << 26
+    assert once.metric("variation" if codes else "mutual_information")[0] > 1e-3
+    for name in METRICS:
+        if name not in ("kv_invalidations", "latency_p95_us"):
+            np.testing.assert_allclose(one.metric(name), once.metric(name), rtol=1e-9, err_msg=name)
+    parts, merged = [before, once], []
+    for order in (parts, parts[::-1]):
+        merged.append(before.empty())
+        for part in order:
+            merged[-1].merge(part)
+    assert merged[0].as_dicts() == merged[1].as_dicts()
+
+
 def test_a_softmax_over_clamped_codes_does_not_see_collapse():
     """Why codes have a covariance and no entropy: of norm 3 in 8 dimensions, even the most peaked leaves half of it."""
     codes = np.eye(8) - 1 / 8

@@ -114,8 +114,6 @@ class Bem(nn.Module):
         self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
         governor = Governor if config.form == "low_rank" else FormGovernor
         self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
-        if n_ranks > 1:
-            self.governor.host_norm()  # now, with all ranks: later one alone may ask
         self.steered, self.measured, self._enabled = Steered(), Measured(), True
         self.speculation: Speculation | None = None  # while `speculating`
         self._states, self._stack = States(), ExitStack()
@@ -193,6 +191,9 @@ class Bem(nn.Module):
             hooks = HostHooks(self, self._states)
             hooks.attach(stack)
             self._hooks, self._stack = hooks, stack.pop_all()
+        self.governor.forget_host_norm()  # the host may have changed meanwhile
+        if tensor_parallel_size(self.host) > 1:
+            self.governor.host_norm()  # now, with all ranks: later one alone may ask
         return self
 
     def _check_alone(self) -> None:

@@ -111,13 +111,17 @@ class FormGovernor:
         return sigma.where(total.isfinite(), math.nan), total / self.host_norm()
 
     def host_norm(self) -> float:
-        """Return the norm of what updates are added to, computed once: the host's weights, or of films the outputs as
-        they are.
+        """Return the norm of what updates are added to, computed once until `forget_host_norm`: the host's weights, or
+        of films the outputs as they are.
         """
         if self._host_norm is None:
             film = self._config.form == "film"
             self._host_norm = math.sqrt(sum(site.n_out for site in self._forms)) if film else weights_norm(self._forms)
         return self._host_norm
+
+    def forget_host_norm(self) -> None:
+        """As of `probemon.bem.governance.Governor`."""
+        self._host_norm = None
 
 
 def _wide(form: Form, codes: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
-from probemon.host.internals import stored_tensors, write_marks
+from probemon.host.internals import is_wrapping_tensor, stored_tensors, write_marks
 
 # Steps of all of torch's optimisers: the fused ones, Trainer's default among them, write to parameters without raising
 # their versions.
@@ -149,7 +149,7 @@ class Governor:
 
         `sigma1`: the largest singular value of the update that is largest in the Frobenius norm.
         `delta_rel_norm`: the Frobenius norm of all updates together over that of the weights they are added to (NaN
-        where a site has no weight of its own).
+        where that is not known).
         """
         any_codes = next(iter(applied.values()))
         grams = self._current_matrices(any_codes.device).grams
@@ -170,10 +170,16 @@ class Governor:
         return sigma.where(total.isfinite(), math.nan), total.sqrt() / self.host_norm()
 
     def host_norm(self) -> float:
-        """Return the Frobenius norm of the host's weights at all sites together, computed once."""
+        """Return the Frobenius norm of the host's weights at all sites together, computed once until
+        `forget_host_norm`; NaN as `weights_norm` says.
+        """
         if self._host_norm is None:
             self._host_norm = weights_norm(self._updates)
         return self._host_norm
+
+    def forget_host_norm(self) -> None:
+        """Compute the norm of the host's weights anew when it is asked for next: they may be others."""
+        self._host_norm = None
 
     def apply(self, codes: Mapping[bool, Tensor]) -> dict[str, Tensor]:
         """Return codes by site key, within the limits, of codes `[.., r]` for sites that take chunk codes (True) and
@@ -260,13 +266,37 @@ class Governor:
 
 
 def weights_norm(sites: Iterable[Site]) -> float:
-    """Return the Frobenius norm of the host's weights at all sites together; NaN where a site has none of its own."""
-    weights = [getattr(site.module, "weight", None) for site in sites]
+    """Return the Frobenius norm of the host's weights at all sites together; NaN where a site has none of its own, or
+    multiplies by something else than its weight as it is (a scale beside it, packed numbers, an adapter's part).
+    """
     squares = [
-        float(_whole(weight.detach().to(torch.float32).square().sum())) if isinstance(weight, Tensor) else math.nan
-        for weight in weights
+        float(_whole(site.module.weight.detach().to(torch.float32).square().sum()))
+        if _multiplies_its_weight(site.module)
+        else math.nan
+        for site in sites
     ]
     return math.sqrt(sum(squares))
+
+
+def _multiplies_its_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a layer is known to give the product of its weight, as that is, and what it is given."""
+    stored = dict(module.named_parameters()) | dict(module.named_buffers())
+    if not isinstance(module, nn.Linear) or not set(stored) <= {"weight", "bias"}:
+        return False
+    weight = module.weight
+    packed = is_wrapping_tensor(weight) and not hasattr(weight, "full_tensor")  # what ranks share is no packing
+    if packed or weight.is_meta or not weight.is_floating_point():
+        return False
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return True
+    x = torch.linspace(-1, 1, module.in_features).to(weight)
+    try:
+        with torch.no_grad():
+            given, expected = forward(module, x[None]), nn.functional.linear(x[None], weight, module.bias)
+            return bool(torch.linalg.vector_norm(given - expected) <= 0.01 * torch.linalg.vector_norm(expected))
+    except Exception:  # of every kind: it is of a foreign layer
+        return False
 
 
 def _whole(total: Tensor) -> Tensor:

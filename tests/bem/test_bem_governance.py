@@ -1,13 +1,14 @@
 """Limits hold on every site and token, and touch no code within them; what sparse application leaves out is bounded."""
 
 import copy
+import math
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from bem_oracle import VOCAB, dense_update, governed, make_host, randomise
+from bem_oracle import FORMS, VOCAB, dense_update, governed, make_host, randomise
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.governance import (
@@ -377,3 +378,67 @@ def test_a_sparse_adapter_that_is_fresh_learns():
             all(update.U.abs().max() > 0 for update in bem.updates.values())
             and (logits(model) - bare).abs().max() > 0.01
         )
+
+
+def norm_by_hand(bem):
+    return math.sqrt(sum(float(site.module.weight.detach().double().square().sum()) for site in bem.sites))
+
+
+@pytest.mark.parametrize("config", [BemConfig(rank=2), FORMS["rank_mask"]], ids=["low_rank", "rank_mask"])
+def test_the_hosts_norm_is_that_of_the_host_that_it_was_attached_to(config):
+    host = make_host()
+    bem = attach_bem(host, config)
+    before = bem.governor.host_norm()
+    bem.detach()
+    with torch.no_grad():
+        for site in bem.sites:
+            site.module.weight.mul_(10)
+    with bem.attach():
+        assert bem.governor.host_norm() == pytest.approx(norm_by_hand(bem), rel=1e-6)
+        assert bem.governor.host_norm() == pytest.approx(10 * before, rel=1e-6)
+
+
+class Scaled(torch.nn.Linear):
+    """As layers of BitNet: a scale stands beside the weight."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, bias=False)
+        self.register_buffer("weight_scale", torch.tensor(0.02))
+
+    def forward(self, x):
+        return self.weight_scale * super().forward(x)
+
+
+class Signs(torch.nn.Linear):
+    """The weight is rounded while it runs."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.sign(), self.bias)
+
+
+class Transposed(torch.nn.Linear):
+    """As layers of Falcon: the same product, written otherwise."""
+
+    def forward(self, x):
+        return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+
+class Packed(torch.nn.Linear):
+    """As layers of bitsandbytes: the weight is codes."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, bias=False)
+        self.weight = torch.nn.Parameter(torch.ones(self.weight.shape, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, 0.01 * self.weight.to(x))
+
+
+@pytest.mark.parametrize("kind, known", [(Transposed, True), (Scaled, False), (Signs, False), (Packed, False)])
+def test_the_norm_of_weights_that_are_not_multiplied_as_they_are_is_not_known(kind, known):
+    host = make_host()
+    mlp = host.model.layers[0].mlp
+    mlp.down_proj = kind(mlp.down_proj.in_features, mlp.down_proj.out_features)
+    with attach_bem(host, BemConfig(rank=2, sites=("down",))) as bem:
+        norm = bem.governor.host_norm()
+        assert norm == pytest.approx(norm_by_hand(bem), rel=1e-6) if known else math.isnan(norm)

@@ -375,7 +375,8 @@ class HostHooks:
         if measures is None or real is None or (whole and measures.awaited):
             return
         forward.measures = None
-        self._bem.measured(measures.all(real.numel(), real.device).view(*real.shape, -1))
+        sizes = measures.all(forward.applied or {}, real.numel(), real.device)
+        self._bem.measured(sizes.view(*real.shape, -1))
 
     def _close_forward(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         forward, read_layer = self._current_forward(), self._bem.config.read_layer

@@ -12,6 +12,7 @@ Of each site and token:
 - `moved`: the norm of the update over that of the hidden state that the site's layer hands on, without this update:
   how far the update, as it is added, moves the hidden state. NaN where it is not added to it as it is: of queries, keys
   and values, and in layers that normalise what their blocks give.
+- of every form but low_rank `share`: what the limits leave of the update, from 0 to 1.
 - of head groups `energy 0`, `energy 1`, ..: the logarithm of the mean square of the site's input, by group.
 
 Nothing here waits for a GPU, and nothing that is measured is changed.
@@ -20,11 +21,13 @@ Nothing here waits for a GPU, and nothing that is measured is changed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from probemon.bem.form_governance import FormGovernor
 from probemon.bem.forms.head_groups import HeadGroups, group_energy
 from probemon.bem.sites import Site
 from probemon.host.model import text_config
@@ -95,8 +98,10 @@ class Measures:
                 self._hidden[site.key] = torch.linalg.vector_norm(without, dim=-1)
 
     @torch.no_grad()
-    def all(self, n_tokens: int, device: torch.device) -> Tensor:
-        """Return `[M, K]` in fp32: the columns that `names_of` names, NaN where something did not run."""
+    def all(self, applied: Mapping[str, Tensor], n_tokens: int, device: torch.device) -> Tensor:
+        """Return `[M, K]` in fp32: the columns that `names_of` names, NaN where something did not run. `applied`: what
+        sites took, by key.
+        """
         unknown = torch.full((n_tokens,), math.nan, dtype=torch.float32, device=device)
 
         def together(norms: dict[str, Tensor]) -> Tensor:
@@ -108,6 +113,8 @@ class Measures:
             _share(updates, together(self._outputs)),
             _share(self._multiplier * updates, together(self._hidden)),
         ]
+        if _have_shares(self._bem):
+            columns.append(together({key: applied[key][:, -1].detach() for key in self._updates}))
         for site in self._bem.sites:
             n_groups = _n_groups(self._bem, site)
             if n_groups:
@@ -118,7 +125,8 @@ class Measures:
 
 def names_of(bem: Bem) -> list[tuple[str, str]]:
     """Return what the columns are: the name of the site, and what is measured there."""
-    shares = [(site.name, what) for what in ("ratio", "moved") for site in bem.sites]
+    sizes = ("ratio", "moved", "share") if _have_shares(bem) else ("ratio", "moved")
+    shares = [(site.name, what) for what in sizes for site in bem.sites]
     return shares + [(site.name, f"energy {g}") for site in bem.sites for g in range(_n_groups(bem, site))]
 
 
@@ -130,6 +138,11 @@ def written_layers(bem: Bem) -> set[int]:
         for site in bem.sites
         if not site.chunked and not any(hasattr(layers[site.layer], name) for name in _NORMS_OF_OUTPUTS)
     }
+
+
+def _have_shares(bem: Bem) -> bool:
+    """Whether limits scale updates, not codes."""
+    return isinstance(bem.governor, FormGovernor)
 
 
 def _n_groups(bem: Bem, site: Site) -> int:

@@ -97,6 +97,7 @@ class FormRecorder:
         # By what sites take, as `_takes` says.
         self._codes: dict[str, deque[Singles]] = {}
         self._pairs: dict[str, deque[Singles]] = {}
+        self._shares: dict[str, deque[Singles]] = {}  # `[m, sites]`: what the limits left of updates
         self._n: dict[str, int] = {}
         self._sizes: deque[Singles] = deque()
         self._n_sizes = 0
@@ -117,16 +118,25 @@ class FormRecorder:
             self._n_sizes += len(decisions)
             while self._n_sizes - len(self._sizes[0]) >= self._most:
                 self._n_sizes -= len(self._sizes.popleft())
+        shares = self._shares_of(decisions)
         streams = [stream.level for stream in self._source.streams]
         for takes in set(self._takes().values()):
             n = np.arange(len(placed))
             taken = decisions.raw[streams.index(takes) if takes else decisions.level, n]
             self._codes.setdefault(takes, deque()).append(taken)
             self._pairs.setdefault(takes, deque()).append(self._neighbours(placed, record.request_id, takes, taken))
+            self._shares.setdefault(takes, deque()).append(shares)
             self._n[takes] = self._n.get(takes, 0) + len(taken)
             while self._n[takes] - len(self._codes[takes][0]) >= self._most:
                 self._n[takes] -= len(self._codes[takes].popleft())
                 self._pairs[takes].popleft()
+                self._shares[takes].popleft()
+
+    def _shares_of(self, decisions: Decisions) -> Singles:
+        """What the limits left of each token's updates, `[m, sites]`; NaN where it was not measured."""
+        if decisions.measured is None:
+            return np.full((len(decisions), len(self._bem.sites)), np.nan, dtype=np.float32)
+        return decisions.measured[:, [name == "share" for _, name in names_of(self._bem)]]
 
     def _neighbours(self, placed: PlacedTokens, request: str, takes: str, taken: Singles) -> Singles:
         """The codes `[m, 2, r]` of tokens that follow each other in a sequence, in this batch or the last."""
@@ -159,21 +169,25 @@ class FormRecorder:
         - rank_mask: `usage` by component, `dead` share of components, `flips` between neighbouring tokens of a
           sequence (of `active`; None where there were none), `margin` between what is kept and what is not,
           `usage_entropy` and `information` (of a token's mask, in nats)
-        - kronecker: `frobenius`, `sigma1_at_most` and `stable_rank_at_least`, their squared ratio: means, exact for one
-          term; `from_orthogonal` by term, the norm of `A A^T / tr(A A^T) - I / a1`: 0 where the rows of A are
-          orthogonal and of one length; None for an A of zeros
-        - film: `stretch` and `shift`, mean sizes; `saturated` share of outputs; `n_not_finite` tokens
+        - kronecker: `frobenius`, `sigma1_at_most` and `stable_rank_at_least`, their squared ratio: means of what was
+          added, after the limits, exact for one term; `from_orthogonal` by term, the norm of `A A^T / tr(A A^T) -
+          I / a1`: 0 where the rows of A are orthogonal and of one length; None for an A of zeros
+        - film: `stretch` and `shift`, mean sizes of what was added, after the limits; `saturated`, the share of outputs
+          that it stretched to the bound; `n_not_finite` tokens
+
+        Means of what was added are None where it is of no token known.
         """
         found, takes, sizes = {}, self._takes(), self._measured()
-        for site in self._bem.sites:
+        for i, site in enumerate(self._bem.sites):
             if not self._n.get(takes[site.name]):
                 continue
             form = cast(Form, self._bem.updates[site.key])
-            codes, pairs = (
+            codes, pairs, shares = (
                 torch.from_numpy(np.concatenate(list(kept[takes[site.name]]))).to(next(form.parameters()))
-                for kept in (self._codes, self._pairs)
+                for kept in (self._codes, self._pairs, self._shares)
             )
-            found[site.name] = {"n_tokens": len(codes), **_records(form, codes, pairs), **sizes.get(site.name, {})}
+            records = _records(form, codes, pairs, shares[:, i])
+            found[site.name] = {"n_tokens": len(codes), **records, **sizes.get(site.name, {})}
         return found
 
     def _measured(self) -> dict[str, dict[str, Any]]:
@@ -225,39 +239,42 @@ class FormRecorder:
         return found
 
 
-def _records(form: Form, codes: Tensor, pairs: Tensor) -> dict[str, Any]:
+def _records(form: Form, codes: Tensor, pairs: Tensor, shares: Tensor) -> dict[str, Any]:
+    """What is told of a form by codes `[M, n]` and the shares `[M]` of its updates that the limits left."""
     if isinstance(form, HeadGroups):
-        return _of_head_groups(form, codes)
+        return _of_head_groups(form, codes, shares)
     if isinstance(form, RankMask):
         return _of_rank_mask(form, codes, pairs)
-    if isinstance(form, Kronecker):
-        sigma1, frobenius = form.sizes(codes)
-        stable = (frobenius / sigma1).square().where(sigma1 > 0, 0.0)
-        return {
-            "frobenius": float(frobenius.mean()),
-            "sigma1_at_most": float(sigma1.mean()),
-            "stable_rank_at_least": float(stable.mean()),
-            "from_orthogonal": [_from_orthogonal(a) for a in form.A],
-            "n_not_finite": _n_not_finite(codes),
-        }
-    film = cast(Film, form)
-    finite = codes[codes.isfinite().all(dim=1)]
-    gamma, beta = film.gamma_beta(finite)
+    # Sizes are of what was added; of what is not finite `n_not_finite` tells, and of a share that is not known nobody.
+    known = codes.isfinite().all(dim=1) & shares.isfinite()
     return {
-        "stretch": float(gamma.abs().mean()),
-        "shift": float(beta.abs().mean()),
-        "saturated": float(film.saturation(finite).mean()),
+        **_sizes(form, codes[known], shares[known, None]),
+        **({"from_orthogonal": [_from_orthogonal(a) for a in form.A]} if isinstance(form, Kronecker) else {}),
         "n_not_finite": _n_not_finite(codes),
     }
 
 
-def _of_head_groups(form: HeadGroups, codes: Tensor) -> dict[str, Any]:
+def _sizes(form: Form, codes: Tensor, shares: Tensor) -> dict[str, float | None]:
+    """Mean sizes of updates by codes `[M, n]`, of which the limits left shares `[M, 1]`; None where there are none."""
+    if isinstance(form, Kronecker):
+        sigma1, frobenius = (size * shares[:, 0] for size in form.sizes(codes))
+        stable = (frobenius / sigma1).square().where(sigma1 > 0, 0.0)
+        sizes = {"frobenius": frobenius, "sigma1_at_most": sigma1, "stable_rank_at_least": stable}
+    else:
+        film = cast(Film, form)
+        gamma, beta = (part.abs() * shares for part in film.gamma_beta(codes))
+        sizes = {"stretch": gamma, "shift": beta, "saturated": film.saturation(gamma)}
+    return {name: float(size.mean()) if len(size) else None for name, size in sizes.items()}
+
+
+def _of_head_groups(form: HeadGroups, codes: Tensor, shares: Tensor) -> dict[str, Any]:
     gate = gates(codes)
     low, high = torch.quantile(gate.nan_to_num(), torch.tensor([0.05, 0.95]).to(gate), dim=0)
     correlations = gate_correlation(gate)
     between = correlations.clone().fill_diagonal_(0).abs().nan_to_num()
     squares = ((form.U.mT @ form.U) * (form.V.mT @ form.V)).sum(dim=(1, 2)).clamp(min=0)
-    parts = gate.square().mean(dim=0) * squares
+    known = codes.isfinite().all(dim=1) & shares.isfinite()
+    parts = (gate * shares[:, None])[known].square().sum(dim=0) * squares
     return {
         "gate_mean": gate.mean(dim=0).tolist(),
         "gate_variance": gate.var(dim=0, unbiased=False).tolist(),

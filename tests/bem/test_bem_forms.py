@@ -130,7 +130,7 @@ def test_film_has_the_values_of_the_oracle():
     close(out[0], [0.315517342, -0.881950793, -0.101347850, 1.014447007], 1e-9)
     close((out - h).norm() / h.norm(), [0.103695225672], 1e-12)
     close(form.gamma_beta(codes)[0].abs().max(), [0.076128992994], 1e-8)
-    close(form.saturation(codes).mean(), [1 / 3], 1e-12)
+    close(form.saturation(form.gamma_beta(codes)[0]).mean(), [1 / 3], 1e-12)
 
 
 def test_gates_are_compared_over_tokens():

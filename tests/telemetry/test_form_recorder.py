@@ -1,6 +1,7 @@
 """What is told of forms while they steer, against the same numbers computed token by token."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -59,8 +60,8 @@ def test_gates_of_groups(host):
         assert said["gate_correlation"] == pytest.approx(abs(np.corrcoef(gate.T)[0, 1]), abs=1e-4)
         np.testing.assert_allclose(said["gate_correlations"], np.corrcoef(gate.T), atol=1e-4)
         squares = np.zeros(2)
-        for code in taken[False]:
-            blocks = form.dense(code).detach().unflatten(1, (2, -1)).double()
+        for code, share in zip(taken[False], bem.governor.apply(taken)[site.key][:, -1].detach(), strict=True):
+            blocks = share * form.dense(code).detach().unflatten(1, (2, -1)).double()
             squares += blocks.square().sum((0, 2)).numpy()
         np.testing.assert_allclose(said["share"], squares / squares.sum(), atol=1e-5)
 
@@ -86,7 +87,11 @@ def test_masks_of_ranks(host):
 def test_kronecker_products(host):
     report, _, taken, bem = recorded(host, FORMS["kronecker"])
     for site in bem.sites:
-        matrices = [bem.updates[site.key].dense(code).detach() for code in taken[site.chunked]]
+        shares = bem.governor.apply(taken)[site.key][:, -1]
+        dense = bem.updates[site.key].dense
+        matrices = [
+            share * dense(code).detach() for code, share in zip(taken[site.chunked], shares.detach(), strict=True)
+        ]
         said = report[site.name]
         assert said["frobenius"] == pytest.approx(np.mean([float(m.norm()) for m in matrices]), rel=1e-4)
         largest = np.mean([float(torch.linalg.matrix_norm(m, 2)) for m in matrices])
@@ -106,6 +111,61 @@ def test_films(host):
         assert said["stretch"] == pytest.approx(float(gamma.abs().mean()), abs=1e-6)
         assert said["shift"] == pytest.approx(float(beta.abs().mean()), abs=1e-6)
         assert said["saturated"] == pytest.approx(float((gamma.abs() > 0.07).float().mean()), abs=1e-6)
+
+
+def added(host, bem, ids):
+    """What the one site of an adapter adds in a forward to an output of zeros and to one of ones, `[T, out]` each, and
+    as a matrix `[T, out, in]` by what it adds at unit vectors.
+    """
+    [site] = bem.sites
+    module, n_in, base, sums = site.module, site.n_in, torch.zeros(1), []
+    inputs = [torch.zeros(n_in), *torch.eye(n_in)]
+    with ExitStack() as stack:
+        steer = module.register_forward_hook(lambda m, args, output: sums.append((output - base)[0]))
+        stack.callback(steer.remove)
+        for base, x in [
+            (torch.zeros(1), inputs[0]),
+            (torch.ones(1), inputs[0]),
+            *((torch.zeros(1), x) for x in inputs),
+        ]:
+            module.forward = lambda given, base=base: base.expand(*given.shape[:-1], site.n_out)
+            before = module.register_forward_pre_hook(lambda m, args, x=x: (x.expand_as(args[0]),))
+            host(ids)
+            before.remove()
+        del module.forward
+    at_zeros, at_ones, nothing, *columns = (one.double() for one in sums)
+    return at_zeros, at_ones, torch.stack([column - nothing for column in columns], dim=-1)
+
+
+@pytest.mark.parametrize(
+    "name, limits",
+    [
+        ("kronecker", {"spectral_cap": 0.3}),
+        ("kronecker", {"spectral_cap": None, "trust_region": 0.5}),
+        ("kronecker", {"sparse_eps": 1.7}),  # which leaves some out
+        ("film", {"spectral_cap": 0.05}),
+        ("film", {"spectral_cap": None, "trust_region": 0.3}),
+        ("film", {"sparse_eps": 0.45}),
+    ],
+)
+def test_sizes_are_of_what_was_added_after_the_limits(host, name, limits):
+    ids = some_ids()
+    config = replace(FORMS[name], sites=("down",), layers=(1,), **limits)
+    with randomise(attach_bem(host, config), size=0.8) as bem, torch.no_grad():
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor)
+            host(ids)
+        said = recorder.report()["down.1"]
+        beta, both, matrices = added(host, bem, ids)
+    if name == "kronecker":
+        assert said["frobenius"] == pytest.approx(float(torch.linalg.matrix_norm(matrices).mean()), rel=1e-4)
+        assert said["sigma1_at_most"] >= float(torch.linalg.matrix_norm(matrices, 2).mean()) * (1 - 1e-5)
+        assert said["sigma1_at_most"] <= (limits.get("spectral_cap") or math.inf) * (1 + 1e-5)
+        return
+    gamma = both - beta
+    assert said["stretch"] == pytest.approx(float(gamma.abs().mean()), abs=1e-6)
+    assert said["shift"] == pytest.approx(float(beta.abs().mean()), abs=1e-6)
+    assert said["saturated"] == pytest.approx(float((gamma.abs() > 0.7 * config.bound).double().mean()), abs=1e-6)
 
 
 def test_what_is_wrong_is_told(host):

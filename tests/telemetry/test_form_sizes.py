@@ -323,4 +323,5 @@ def test_measuring_waits_for_no_device(host, name):
         for layer in range(2):
             measures.take_layer(layer, nothing(16).view(2, 3, 16))
         assert not measures.awaited
-        assert measures.all(6, torch.device("meta")).shape == (6, len(names_of(bem)))
+        applied = {site.key: nothing(bem.updates[site.key].n_codes + 1) for site in bem.sites}
+        assert measures.all(applied, 6, torch.device("meta")).shape == (6, len(names_of(bem)))

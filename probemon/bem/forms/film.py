@@ -58,7 +58,6 @@ class Film(Form):
         """As of `Form`: the head, its biases and tanh, then a product and two sums for each output."""
         return n_tokens * (2 * self.n_out * (2 * self.n_codes + 3) + 3 * self.n_out)
 
-    def saturation(self, codes: Tensor) -> Tensor:
-        """Return the share `[M]` of outputs whose gamma is past 0.7 of its bound."""
-        gamma, _ = self.gamma_beta(codes)
-        return (gamma.abs() > 0.7 * self.bound).to(codes.dtype).mean(dim=-1)
+    def saturation(self, gamma: Tensor) -> Tensor:
+        """Return the share `[M]` of outputs whose `gamma - 1`, as in `gamma_beta`, is past 0.7 of its bound."""
+        return (gamma.abs() > 0.7 * self.bound).to(gamma.dtype).mean(dim=-1)

@@ -30,7 +30,7 @@ from probemon.bem.governance import Governor
 from probemon.bem.host_hooks import HostHooks, take_layer_hook
 from probemon.bem.int8 import make_int8
 from probemon.bem.levels import LearnedLevels
-from probemon.bem.measures import Measured, written_layers
+from probemon.bem.measures import Measured
 from probemon.bem.saved import check_host, check_kept, read_saved, write_saved
 from probemon.bem.sharded import check_spread
 from probemon.bem.sites import device_of, find_sites, make_updates
@@ -136,11 +136,10 @@ class Bem(nn.Module):
         forget_compiled(host)
         stack.callback(forget_compiled, host)
         # Not among the hooks of `attach`: whoever asks for nothing has none on layers.
-        self.measured.layers = written_layers(self)
+        self.measured.ask(self)
+        stack.callback(self._stop_measuring)
         for number in sorted(self.measured.layers):
             stack.callback(layers[number].register_forward_hook(take_layer_hook(self, number)).remove)
-        self.measured.n_asking += 1
-        stack.callback(self._stop_measuring)
 
     def _stop_measuring(self) -> None:
         self.measured.n_asking -= 1

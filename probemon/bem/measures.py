@@ -10,8 +10,8 @@ Of each site and token:
 - `ratio`: the norm of the update over that of the site's own output. Of what was really added: within the limits, and
   rounded to the dtype of the output.
 - `moved`: the norm of the update over that of the hidden state that the site's layer hands on, without this update:
-  how far the update, as it is added, moves the hidden state. NaN where it is not added to it as it is: of queries, keys
-  and values, and in layers that normalise what their blocks give.
+  how far the update, as it is added, moves the hidden state. NaN where it is not known to be added to it as it is: of
+  queries, keys and values, and where a host makes something else of what its blocks give (`probemon.bem.residual`).
 - of every form but low_rank `share`: what the limits leave of the update, from 0 to 1.
 - of head groups `energy 0`, `energy 1`, ..: the logarithm of the mean square of the site's input, by group.
 
@@ -29,14 +29,11 @@ from torch import Tensor, nn
 
 from probemon.bem.form_governance import FormGovernor
 from probemon.bem.forms.head_groups import HeadGroups, group_energy
+from probemon.bem.residual import multipliers
 from probemon.bem.sites import Site
-from probemon.host.model import text_config
 
 if TYPE_CHECKING:
     from probemon.bem.attached import Bem
-
-# What layers hold that normalise the output of a block before it is added (gemma 2 and 3, olmo 2, exaone 4, glm 4).
-_NORMS_OF_OUTPUTS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 
 class Measured(nn.Module):
@@ -47,7 +44,16 @@ class Measured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.n_asking = 0
-        self.layers: set[int] = set()  # those of `written_layers`, while somebody asks
+        # By site key how much of an update arrives in the hidden state, and the layers of these sites: while somebody
+        # asks.
+        self.multipliers: dict[str, float] = {}
+        self.layers: set[int] = set()
+
+    def ask(self, bem: Bem) -> None:
+        """Find out what is needed to measure an adapter's updates, before its host runs."""
+        self.multipliers = multipliers(bem)
+        self.layers = {site.layer for site in bem.sites if site.key in self.multipliers}
+        self.n_asking += 1
 
     def forward(self, sizes: Tensor) -> Tensor:
         return sizes
@@ -67,7 +73,7 @@ class Measures:
         self._hidden: dict[str, Tensor] = {}
         self._energies: dict[str, Tensor] = {}  # `[M, G]`
         self._deltas: dict[int, list[tuple[Site, Tensor]]] = {}
-        self._multiplier = float(getattr(text_config(bem.host), "residual_multiplier", None) or 1.0)
+        self._multipliers = bem.measured.multipliers
 
     @torch.no_grad()
     def take(self, site: Site, x: Tensor, base: Tensor, steered: Tensor) -> None:
@@ -82,7 +88,7 @@ class Measures:
         form = self._bem.updates[site.key]
         if isinstance(form, HeadGroups):
             self._energies[site.key] = group_energy(x.to(wide), form.n_codes)
-        if site.layer in self._layers and not site.chunked:
+        if site.key in self._multipliers:
             self._deltas.setdefault(site.layer, []).append((site, delta))
 
     @torch.no_grad()
@@ -94,8 +100,10 @@ class Measures:
         flat = hidden.reshape(-1, hidden.shape[-1])
         for site, delta in self._deltas.pop(layer, []):
             if flat.shape == delta.shape:
-                without = torch.sub(flat.to(delta.device, non_blocking=True), delta, alpha=self._multiplier)
-                self._hidden[site.key] = torch.linalg.vector_norm(without, dim=-1)
+                multiplier = self._multipliers[site.key]
+                without = torch.sub(flat.to(delta.device, non_blocking=True), delta, alpha=multiplier)
+                # Of the update as it is: so the share of both is how far it moves the state.
+                self._hidden[site.key] = torch.linalg.vector_norm(without, dim=-1) / multiplier
 
     @torch.no_grad()
     def all(self, applied: Mapping[str, Tensor], n_tokens: int, device: torch.device) -> Tensor:
@@ -111,7 +119,7 @@ class Measures:
         updates = together(self._updates)
         columns = [
             _share(updates, together(self._outputs)),
-            _share(self._multiplier * updates, together(self._hidden)),
+            _share(updates, together(self._hidden)),
         ]
         if _have_shares(self._bem):
             columns.append(together({key: applied[key][:, -1].detach() for key in self._updates}))
@@ -128,16 +136,6 @@ def names_of(bem: Bem) -> list[tuple[str, str]]:
     sizes = ("ratio", "moved", "share") if _have_shares(bem) else ("ratio", "moved")
     shares = [(site.name, what) for what in sizes for site in bem.sites]
     return shares + [(site.name, f"energy {g}") for site in bem.sites for g in range(_n_groups(bem, site))]
-
-
-def written_layers(bem: Bem) -> set[int]:
-    """Return the layers to whose hidden state some site's update is added as it is."""
-    layers = bem._host[2]
-    return {
-        site.layer
-        for site in bem.sites
-        if not site.chunked and not any(hasattr(layers[site.layer], name) for name in _NORMS_OF_OUTPUTS)
-    }
 
 
 def _have_shares(bem: Bem) -> bool:

@@ -90,10 +90,11 @@ def find_sites(model: Any, config: BemConfig) -> list[Site]:
     if max(chosen) >= len(layers):
         raise ConfigError(f"layers has {max(chosen)}: the host has layers 0..{len(layers) - 1}")
     width, n_ranks = hidden_size(model), tensor_parallel_size(unwrap(model))
-    return [_site(layers, kind, layer, width, n_ranks) for layer in chosen for kind in config.sites]
+    return [find_site(layers, kind, layer, width, n_ranks) for layer in chosen for kind in config.sites]
 
 
-def _site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks: int) -> Site:
+def find_site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks: int = 1) -> Site:
+    """Return one site of layers of `width`. Raises `NotSupportedHost`."""
     block = site_module(layers, f"{'mlp_out' if kind == 'down' else 'attn_out'}.{layer}")
     children = dict(block.named_children())
     for name in _NAMES[kind]:

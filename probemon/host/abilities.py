@@ -19,7 +19,7 @@ import copy
 import json
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from probemon.core.probes import is_recurrent, parse_site
@@ -147,6 +147,13 @@ class Abilities:
         trials = _trials_of(self._model)
         return trials is not None and trials.drops_mask
 
+    def on_twin(self, name: str, trial: Callable[[Any], Any]) -> Any:
+        """Return what `trial` returns of a copy of the twin, which it may change, once for each kind of host and
+        `name`; None where no twin can be made, or not be run so.
+        """
+        trials = _trials_of(self._model)
+        return None if trials is None else trials.outcome(name, trial)
+
     def _check(self, ways: Sequence[str], length: int) -> None:
         trials = _trials_of(self._model, length)
         name = type(self._model).__name__
@@ -175,6 +182,7 @@ class _Trials:
 
     def __init__(self, kind: type, config: Any) -> None:
         self._distances: dict[str, float | None] = {}
+        self._outcomes: dict[str, Any] = {}
         self._shapes: dict[Kind, tuple[int, ...]] | None = None
         self._with_stream: set[Kind] | None = None
         self._drops: bool | None = None
@@ -213,6 +221,17 @@ class _Trials:
                 with isolated():
                     self._drops = drops_mask(copy.deepcopy(self._model))
             return self._drops
+
+    def outcome(self, name: str, trial: Callable[[Any], Any]) -> Any:
+        """What a trial of someone else's gives; None where it cannot be run."""
+        with self._lock:
+            if name not in self._outcomes:
+                with isolated():
+                    try:
+                        self._outcomes[name] = trial(copy.deepcopy(self._model))
+                    except Exception:  # of every kind: it is of a foreign forward
+                        self._outcomes[name] = None
+            return self._outcomes[name]
 
     def shapes(self) -> dict[Kind, tuple[int, ...]]:
         """The shapes that each kind of site gives for two rows, by kind and the classes of layer and module."""

@@ -5,10 +5,10 @@
 
 Code is compared by its syntax tree, definition by definition: one that was moved, formatted, or given other comments or
 docstrings, or whose errors have other words, means what it meant. Imports say nothing of meaning, and neither does a
-definition that has gone, unless another one changed with it. What a GPU alone runs counts for results that were made on
-one, and for those that name it. Where a result file names the definitions that ran (`executed.py`), others count only
-if they could run in their place: new members of a class that was used, new functions that something registers, and
-what has moved to another file.
+definition that has gone, unless another one changed with it, nor how much a file says of its origin (`about`). What a
+GPU alone runs counts for results that were made on one, and for those that name it. Where a result file names the
+definitions that ran (`executed.py`), others count only if they could run in their place: new members of a class that
+was used, new functions that something registers, and what has moved to another file.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def _without_texts(statement: ast.stmt) -> ast.stmt:
             node.body = [inner for inner in node.body if not _is_text(inner)]
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             node.exc.args, node.exc.keywords = [], []
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "about":
+            node.keywords = []
     return statement
 
 

@@ -29,7 +29,7 @@ class Box:
 
 
 def main():
-    return Box().area() * LIMIT
+    return Box().area() * LIMIT, about(LIMIT)
 '''
 
 
@@ -40,7 +40,11 @@ def changed(after):
 
 def test_form_comments_docstrings_words_of_errors_imports_and_order_are_no_meaning():
     after = BEFORE.replace('"""Return it."""', '"""Return what it is."""').replace("  # a square", "")
-    after = after.replace("self.size ** 2", "self.size**2").replace("import os", "import os\nimport sys")
+    after = (
+        after.replace("self.size ** 2", "self.size**2")
+        .replace("about(LIMIT)", "about(LIMIT, whole=True)")
+        .replace("import os", "import os\nimport sys")
+    )
     after = after.replace('f"no size: {self.size}"', '"give a size"').replace("LIMIT = 3", "")
     assert changed(after + "\n\nLIMIT = (\n    3\n)\n") == []
 
@@ -54,6 +58,7 @@ def test_form_comments_docstrings_words_of_errors_imports_and_order_are_no_meani
         ("ValueError", "TypeError", "Box.area"),
         ("class Box:", "class Box(dict):", "Box"),
         ("* LIMIT", "+ LIMIT", "main"),
+        ("about(LIMIT)", "about(Box)", "main"),
         ("def main():", "def main(n=1):", "main"),
     ],
 )

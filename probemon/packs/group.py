@@ -90,6 +90,16 @@ class PackGroup:
         self._bare_names = [name for _, name in bare]
         self._names = Names(self.name, self.concepts, self.path, bare)
 
+    def check_thresholds(self) -> None:
+        """Raise `ConfigError` where the group's thresholds are not those of its packs, by which concepts fire."""
+        for name in ("alert_threshold", "expand_threshold"):
+            own = self._laid_out([getattr(pack, name) for pack in self.packs.values()])
+            if not torch.equal(getattr(self, name).nan_to_num(-1.0), own.nan_to_num(-1.0)):
+                raise ConfigError(
+                    f"{name} of the group {self.name} was written to, or that of one of its packs since the group was"
+                    f" made, and concepts fire by its packs': write to {name} of a pack, then make the group"
+                )
+
     @property
     def alert_set(self) -> str | None:
         """The name of the set of alert thresholds that every pack has in force, or "pack: name, ..."; None where none

@@ -360,7 +360,7 @@ def test_thresholds_that_were_written_to_have_no_name_and_no_precision(model, tm
         assert made.alert_threshold.tolist() == pack.alert_threshold.tolist()
         assert made.alert_set is None and made.alert_sets == () and math.isnan(made.precision(0))
         assert "n_fired" not in made.manifest["quality"] and "alert_threshold_of" not in made.concepts[0]
-    # A group's are a copy of its packs' thresholds, which may be written to by themselves.
+    # A group's are a copy of its packs' thresholds: concepts fire by the packs', so no manager takes others.
     group = PackGroup({"a": untouched, "b": pack})
     assert [group.precision(group.find(concept)) for concept in ("a:c0", "b:c0")] == pytest.approx(
         [0.9, math.nan], nan_ok=True
@@ -370,6 +370,14 @@ def test_thresholds_that_were_written_to_have_no_name_and_no_precision(model, tm
     alone.alert_threshold[0] = 0.5
     assert alone.alert_set is None and math.isnan(alone.precision(0))
     assert (untouched.alert_set, untouched.precision(0)) == ("high", 0.9)
+    with pytest.raises(ConfigError, match=r"alert_threshold of the group .* was written to"):
+        DynamicProbeManager(alone)
+    later = PackGroup({"b": pack})
+    DynamicProbeManager(later)
+    pack.expand_threshold[0] = 0.25
+    with pytest.raises(ConfigError, match=r"expand_threshold of the group .* or that of one of its packs since"):
+        DynamicProbeManager(later)
+    DynamicProbeManager(PackGroup({"b": pack}))
     # The files have the old ones.
     with pytest.raises(ConfigError, match=r"were written to since it was opened, and its files"):
         pack.save_pretrained(tmp_path / "copy")

@@ -349,8 +349,8 @@ class Result:
 
     @property
     def deployment(self) -> str | None:
-        """Return the sha256 of the deployment by which its last tokens were watched, None where no file said so."""
-        return self.deployments.get(self.watches[-1][2]) if self.watches else None
+        """Return the sha256 of the deployment that held last, of whichever row; None where no file said so."""
+        return self.deployments.get(max(number for *_, number in self.watches)) if self.watches else None
 
     def __len__(self) -> int:
         return len(self.row)

@@ -143,6 +143,9 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
     assert [(one["deployment"], one["position"]) for one in about["deployments"]] == [(first, 0), (then, 10)]
     assert run.result(out).watches[-1] == (0, 10, 1)
     assert run.result(out).deployment == then and run.result(out).before(9).deployment == first
+    of_two = run.result(out)
+    of_two.watches = (*of_two.watches, (1, 0, 0))  # a row after it that had ended before the file was edited
+    assert of_two.deployment == then
     above = {(event.concept, event.above) for event in run.events}
     assert ("c9", 0.1) in above and ("c2", 0.3) in above
     assert yaml.safe_load(better)["exclude"] == list(run.watches[1].exclude)

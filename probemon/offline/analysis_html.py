@@ -13,6 +13,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from probemon.core.harmless_text import clip
+from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike
 from probemon.core.static_html import element, fragment, path_of, table
 from probemon.engine.audit import Audit
@@ -69,6 +70,20 @@ def _coverage(totals: dict[str, Any]) -> Element:
     return element("p", f"Coverage: of the probes, at the mean token, {shares}; {evaluated}.{audit}", kind="dim")
 
 
+def _most_below(concepts: dict[str, list[Any]], firing: list[int]) -> Ints:
+    """Return for each concept `[P]` in how many documents that of the `firing` ones below it is which is in most."""
+    number = {concept: c for c, concept in enumerate(concepts["concept"])}  # names may come twice
+    most = np.zeros(len(number), dtype=np.int64)
+    for c in firing:
+        above, waiting = set[int](), [c]
+        while waiting:
+            parents = {number[parent] for parent in concepts["parents"][waiting.pop()]} - above
+            above |= parents
+            waiting.extend(parents)
+        most[list(above)] = np.maximum(most[list(above)], concepts["n_documents"][c])
+    return most
+
+
 def _strongest(analysis: Analysis) -> Iterator[Element]:
     concepts = analysis.concepts().to_pydict()
     documents = np.asarray(concepts["n_documents"])
@@ -80,12 +95,8 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     strength = strength_of(highest, threshold)
     order = over[np.lexsort((over, -strength[over], bare[over]))]  # without a threshold there is a score only
     # A concept that fires in no more documents than one below it says nothing beside it.
-    firing = {tuple(concepts["path"][c]): documents[c] for c in over if strength[c] > 0}
-    below: dict[tuple[str, ...], int] = {}
-    for path, n in firing.items():
-        for end in range(1, len(path)):
-            below[path[:end]] = max(below.get(path[:end], 0), n)
-    order = np.asarray([c for c in order if documents[c] > below.get(tuple(concepts["path"][c]), 0)], dtype=np.int64)
+    below = _most_below(concepts, [c for c in over.tolist() if strength[c] > 0])
+    order = np.asarray([c for c in order if documents[c] > below[c]], dtype=np.int64)
     rows = [
         (
             path_of(concepts["path"][c]),

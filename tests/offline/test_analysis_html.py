@@ -48,6 +48,16 @@ def test_an_analysis_is_shown_with_its_own_counts(tmp_path):
     assert repr(analysis) == f"Analysis({str(tmp_path / 'corpus')!r}, 3 documents, 6 tokens, pack 'by hand')"
 
 
+def test_concepts_of_one_name_hide_no_other(tmp_path):
+    """Two senses of a bank: what fires below one says nothing of the other."""
+    concepts = [("t", "thing", [], 0.5), ("b1", "bank", ["t"], 0.5), ("b2", "bank", ["t"], 0.5)]
+    concepts.append(("r", "river bank", ["b1"], 0.5))
+    documents = [("d", "bank", [(0, 4, {0: 0.9, 1: 0.8, 2: 0.8, 3: 0.7})], "")]
+    page = read(write_analysis(tmp_path / "corpus", documents, concepts)._repr_html_())
+    assert {text for _, _, text in page.of("td") if "thing" in text} == {"thing › bank", "thing › bank › river bank"}
+    assert "2 more were over the floor" in page.text
+
+
 def test_a_corpus_unlike_the_calibration_is_said_to_be(tmp_path):
     analysis = analysis_of(tmp_path / "corpus")
     assert analysis.manifest["totals"]["far"] == 0 and "Caution" not in read(analysis._repr_html_()).text

@@ -70,13 +70,14 @@ def summarise(
 ) -> Summary:
     """Sum up the tokens of a row, at most `k` concepts a sentence. In the answer is every concept of a sentence of it.
 
-    `phase`: "generated", "prompt" or None for both. `above [P]`: what scores have to exceed beside the thresholds,
-    infinite for a concept that is left out. Raises `ConfigError`.
+    `phase`: "generated", "prompt" or None for both. `above [P]`: what a token's scores have to exceed beside the
+    thresholds, infinite for a concept that is left out; as much over its own threshold a sentence's score has to be.
+    Raises `ConfigError`.
     """
     k = check_count("k", k, least=1)
     tokens = result.tokens_of(row, phase)
     name, own = _thresholds(result.pack)
-    bars = own if above is None else torch.maximum(own, torch.from_numpy(above))
+    bars = own if above is None else _bars(own, result.pack.alert_threshold.double(), torch.from_numpy(above))
     texts = result.texts(tokens)
     lists = own.tolist(), bars.tolist()  # each is looked up for every score
     sentences = [_sentence(result, tokens[a:b], texts[a:b], *lists, above) for a, b in _bounds(texts)]
@@ -135,6 +136,14 @@ def _thresholds(pack: AnyPack) -> tuple[str, torch.Tensor]:
         return "each", each
     of_sentences = pack.thresholds_for(_AGGREGATOR).double()
     return _AGGREGATOR, torch.where(of_sentences.isnan(), each, of_sentences)
+
+
+def _bars(own: torch.Tensor, each: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """Return what scores of sentences have to exceed: as far over `own` thresholds, in the logarithm of the odds, as
+    `above` is over those of tokens.
+    """
+    moved = (own.logit() + above.logit() - each.logit()).sigmoid()
+    return torch.where(above.isfinite() & ~moved.isnan(), moved, torch.maximum(own, above))
 
 
 def _bounds(texts: list[str]) -> list[tuple[int, int]]:

@@ -237,6 +237,27 @@ def test_a_lower_threshold_for_a_sentence_is_reached_and_said_to_be_one(model, t
         assert one.concepts == whole.concepts[:1] and one.n_more == len(whole.concepts) - 1 and whole.n_more == 0
 
 
+@pytest.mark.parametrize("of_sentences", [0.2, 0.8])
+def test_what_is_shown_is_so_far_over_its_own_threshold(model, tmp_path, of_sentences):
+    ids, options = [5, 9, 3, 20, 31, 7, 19, 44, 2, 16, 50, 8], {"phase": None, "k": 40}
+    pack = make_pack(
+        tmp_path / "p",
+        model,
+        alert_threshold=torch.full((40,), 0.5),
+        aggregated={"max": torch.full((40,), of_sentences)},
+    )
+    result = run_over(DynamicProbeManager(pack, load_threshold=-1.0, max_loaded_probes=40), model, ids)
+    above = np.full(40, 1 / (1 + math.exp(-0.5)))  # a strength of .5 at tokens
+    above[::3] = math.inf
+    every, some = (summarise(result, **options, above=one).sentences for one in (None, above))
+    for stretch, whole in zip(some, every, strict=True):
+        assert all(concept.strength > 0.5 and concept.probe % 3 for concept in stretch.concepts)
+        shown = {concept.probe for concept in stretch.concepts}
+        over = {c.probe for c in whole.concepts if c.strength > 0.5 and c.probe % 3}
+        assert over <= shown and (shown or not over)
+    assert any(stretch.concepts for stretch in some)
+
+
 def test_a_stop_inside_a_number_ends_no_sentence():
     bounds = _bounds(["It", " is", " 3", ".", "14", ".", " Then", "."])
     assert bounds == [(0, 6), (6, 8)]

@@ -69,8 +69,6 @@ class Scorer:
         if 2 * len(never_fires(self.pack)) >= self.pack.n_probes:  # of fewer, commands say it beside their counts
             LOG.warning("%s: %s", self.pack.name, told_of_never(self.pack))
         group = self.pack if isinstance(self.pack, PackGroup) else None
-        if group is not None:
-            group.check_thresholds()
         self._parts = (
             [ConfiguredPack.of(self.pack, settings)]
             if isinstance(self.pack, ProbePack)

@@ -71,6 +71,7 @@ def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[Confi
     """Configure every pack of a group by `settings`; `always_on` names concepts of the group. An error names the pack
     that it is about.
     """
+    group.check_thresholds()
     config = CascadeConfig.of(settings)
     named = {
         "always_on": [group.find(concept) for concept in config.always_on],

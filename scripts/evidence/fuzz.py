@@ -39,6 +39,7 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests/support")]  # the writers of
 import torch
 from tqdm import tqdm
 
+from executed import executed, union
 from fuzzing.case import Room
 from fuzzing.coverage import Edges
 from fuzzing.mutate import write_tree
@@ -213,6 +214,7 @@ def run_chunk(target: str, number: int, n: int, seed: int) -> dict[str, Any]:
         "kept": len(corpus) - n_seeds,
         "edges": edges.seen,
         "peak_bytes": _resident() - _begin_bytes[0],
+        "ran": executed(MEASURES),
     }
 
 
@@ -286,6 +288,7 @@ def summary(found: list[dict[str, Any]], died: list[dict[str, Any]], seed: int, 
         "seed": seed,
         "seconds": round(seconds, 1),
         **about(*MEASURES, whole=True),
+        **({} if died else {"measures": union(*(part["ran"] for part in found))}),
     }
 
 

@@ -4,8 +4,9 @@
 
 A function counts from its first call; a constant where a function that was called, or a constant that counts, reads
 its name; a class, with all that it states outside its methods, where its name is read or a method of it was called.
-What numba, Triton or torch.compile made of a function runs without a trace in the function: it counts wherever its
-module is imported. Nothing slows down what is measured: CPython counts the first calls of each code object anyway.
+What numba or Triton made of a function runs without a trace in the function: it counts wherever its module is imported.
+What torch.compile takes into a graph leaves none either, and is not found: run it uncompiled, too, or name whole
+modules. Nothing slows down what is measured: CPython counts the first calls of each code object anyway.
 """
 
 from __future__ import annotations
@@ -87,21 +88,23 @@ def union(*ran: dict[str, str]) -> dict[str, str]:
 
 def was_called(code: types.CodeType) -> bool:
     """Whether a function of this code was entered once."""
-    at = _counter()
-    return at is None or _two_bytes(code, at) != _two_bytes(_fresh().__code__, at)
+    counter = _counter()
+    return counter is None or _two_bytes(code, counter[0]) != counter[1]
 
 
 @functools.cache
-def _counter() -> int | None:
-    """Where a code object has the counter by which CPython 3.11 finds out which code to specialise;
-    None where there is no such counter.
+def _counter() -> tuple[int, bytes] | None:
+    """Where a code object has the counter by which CPython 3.11 finds out which code to specialise, and what is there
+    before the first call; None where there is no such counter.
     """
     function = _fresh()
     before = ctypes.string_at(id(function.__code__), types.CodeType.__basicsize__)
     function()
     after = ctypes.string_at(id(function.__code__), types.CodeType.__basicsize__)
     moved = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-    return moved[0] if sys.implementation.name == "cpython" and len(moved) == 1 else None
+    if sys.implementation.name != "cpython" or len(moved) != 1:
+        return None
+    return moved[0], before[moved[0] : moved[0] + 2]
 
 
 def _two_bytes(code: types.CodeType, at: int) -> bytes:

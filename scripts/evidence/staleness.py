@@ -157,8 +157,10 @@ def _changed_in(file: Path, commit: str) -> list[str]:
 
 def _could_run(name: str, statement: ast.stmt, place: str, used: set[str], commit: str) -> bool:
     """Whether a definition that did not run, since it was not there, could run where those of `used` do."""
-    if name.startswith("line ") or f"{place}: {name}" in known_at(commit)[1]:
-        return name.startswith("line ")
+    if name.startswith("line "):  # it stands alone, and runs when its module is imported
+        return True
+    if f"{place}: {name}" in known_at(commit)[1]:
+        return False
     outer = name.rpartition(".")[0]
     return outer in used if outer else bool(getattr(statement, "decorator_list", []))
 

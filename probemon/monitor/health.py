@@ -95,7 +95,7 @@ def run_health(
         (
             _attached(watcher, ended),
             _hooks(watcher.hook_faults()),
-            _gaps(watcher.n_gaps, tokens.total()),
+            _gaps(watcher.n_gaps, threads.n_unwatched, tokens.total()),
             _tokens(watcher, tokens, not_numbers, threads, ended),
             _states(tokens, not_numbers),
             _host(host_changed, publisher.n_host_changes),
@@ -129,7 +129,15 @@ def _hooks(faults: HookFaults) -> Check:
     return Check("hooks", OK, f"{faults.n_hooks} hooks are where they were put")
 
 
-def _gaps(n_gaps: int, n_tokens: int) -> Check:
+def _gaps(n_gaps: int, n_unwatched: int, n_tokens: int) -> Check:
+    if n_unwatched:  # of a token of each row at least
+        return Check(
+            "gaps",
+            state_of(n_gaps + n_unwatched, n_tokens + n_unwatched),
+            f"{counted(n_unwatched, 'forward')} of a generate() that had begun before were not watched"
+            f"{f', and at {n_gaps:,} places tokens ran past our hooks' if n_gaps else ''}",
+            "Attach before anything generates, and look generate() up inside the with block.",
+        )
     if not n_gaps:
         return Check("gaps", OK, "no forward is known to have passed our hooks")
     return Check(

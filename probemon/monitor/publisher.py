@@ -190,7 +190,15 @@ class Publisher:
                 UserWarning,
                 stacklevel=3,
             )
-        elif n_passing and n_unjudged:
+        elif self.acts and threads.n_unwatched:
+            warnings.warn(
+                f"{counted(len(self.rules), 'rule')} and {counted(len(self._sinks), 'sink')} heard nothing of"
+                f" {counted(threads.n_unwatched, 'forward')} of a generate() that began before probemon was attached,"
+                " or was looked up before. Attach before anything generates",
+                UserWarning,
+                stacklevel=3,
+            )
+        if n_passing and n_unjudged:
             [(reason, n)] = self._unjudged.most_common(1)
             warnings.warn(
                 f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so"

@@ -83,7 +83,7 @@ class DecoderHooks:
         self.decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
         self._sites, self._score, self._on_gap, self._acts = [str(site) for site in sites], score, on_gap, acts
-        self._plain = PlainForwards(model, self.decoder, self.recordings, acts)
+        self.plain = PlainForwards(model, self.decoder, self.recordings, acts)
         self._tap = Tap(model, sites, self._take_states)
         self._rehearses = rehearsal(model)
         self.abilities = Abilities(model)
@@ -196,8 +196,12 @@ class DecoderHooks:
         if self._rehearses():
             return
         generation, foreign, thread.foreign = thread.generation, thread.foreign, False
+        if foreign:
+            self._threads.n_unwatched += 1
+            self.plain.tell_unwatched(thread)
+            return
         # Without kwargs, torch has half registered this hook, in another thread.
-        if kwargs is None or foreign or not self._is_ours(generation):
+        if kwargs is None or not self._is_ours(generation):
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
@@ -257,12 +261,13 @@ class DecoderHooks:
         """Place the tokens of a forward; False where it is of a `generate()` that began before this run."""
         thread = self.thread
         forward, cache = read_forward(given, generation, self.decoder)
-        if generation is None and self._plain.is_of_another_head(thread, forward, cache):
+        if generation is None and self.plain.is_of_another_head(thread, forward, cache):
+            self._threads.n_unwatched += 1
             return False
         if generation is None or generation.by_hand:
             self._check_abilities(forward, given)
         if generation is None:
-            recording = self._plain.document(forward, cache)
+            recording = self.plain.document(forward, cache)
         else:
             if generation.by_hand and generation.recording.call.first_column < 0:
                 generation.begin_on(cache, forward.start)
@@ -349,7 +354,7 @@ class DecoderHooks:
             return
         # What a generation, or a batching manager, samples says which of its tokens were not seen.
         if thread.generation is None and not self.batches.open:
-            self._plain.report_layer_alone(site)
+            self.plain.report_layer_alone(site)
 
     def _complete(self) -> bool:
         """Whether the tokens that wait have been seen at every site."""

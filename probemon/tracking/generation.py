@@ -324,7 +324,7 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.generation: Generation | None = None
         self.foreign = False  # the next forward is of a generate() that began before this run attached
-        self.unwatched: FrameType | None = None  # of a generate() of another head, which began before this run attached
+        self.unwatched: FrameType | None = None  # of a generate() that began before this run attached, once it is told
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
         self.open_recording: Recording | None = None  # of the open forward, where it is of one
         self.pending: list[PendingTokens] = []

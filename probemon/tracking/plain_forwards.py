@@ -55,21 +55,30 @@ class PlainForwards:
             thread.unwatched = None
             return False
         frame, owner = around
-        if frame is not thread.unwatched:
-            # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know
-            # had begun.
-            if forward.start == 0 or forward.ids.shape[1] > 1 or self._known(forward, cache) is not None:
-                raise NotSupportedDecoding(
-                    f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached"
-                    f" to {type(self._model).__name__}: which tokens are generated, and where rows end, is unknown"
-                    " here, and rules would never fire. Attach to the very model whose generate() is called"
-                )
-            LOG.warning(
-                "a generate() of %s began before probemon was attached to its decoder, and is not watched",
-                type(owner).__name__,
+        # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know had
+        # begun.
+        if frame is not thread.unwatched and (
+            forward.start == 0 or forward.ids.shape[1] > 1 or self._known(forward, cache) is not None
+        ):
+            raise NotSupportedDecoding(
+                f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached"
+                f" to {type(self._model).__name__}: which tokens are generated, and where rows end, is unknown"
+                " here, and rules would never fire. Attach to the very model whose generate() is called"
             )
-            thread.unwatched = frame
+        self.tell_unwatched(thread)
         return True
+
+    def tell_unwatched(self, thread: ThreadState) -> None:
+        """Log, once for each, that the `generate()` around is not watched."""
+        around = generate_around(self._decoder)
+        if around is None or around[0] is thread.unwatched:
+            return
+        thread.unwatched, owner = around
+        LOG.warning(
+            "a generate() of %s began before probemon was attached, was looked up before, or called on the class: what"
+            " it generates is not watched",
+            type(owner).__name__,
+        )
 
     def document(self, forward: Forward, cache: Any) -> Recording:
         """The recording that a plain forward goes on with.

@@ -17,6 +17,9 @@ class WatchedThreads:
 
     def __init__(self, one_thread: bool) -> None:
         self.one_thread, self._here = one_thread, threading.local()  # no number, which is another thread's later
+        # Forwards of every generate() that cannot be followed: it began before, was looked up before, or was called on
+        # the class.
+        self.n_unwatched = 0
         self.ran_in_other = False  # whether the host ran in a thread that is not watched, as far as is known
         self._before: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 

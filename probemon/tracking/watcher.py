@@ -315,6 +315,7 @@ class Watcher:
     def _following(self, generation: Generation) -> Iterator[None]:
         """While the block runs, forwards of the calling thread are of this generation."""
         self._hooks.thread.generation = generation
+        self._hooks.thread.unwatched = None  # it has ended, and its frame holds its cache
         FOLLOWING.models[id(self.model)] += 1
         followed = FOLLOWING.generations[id(self.model)]
         generation.join(followed)
@@ -380,10 +381,7 @@ class Watcher:
         if generation is None and not FOLLOWING.models[id(self.model)]:
             # In another thread it may have been running when this run attached.
             if not self.threads.attached_here and not self._acts():
-                LOG.warning(
-                    "a generate() of another thread began before probemon was attached, was looked up before, or called"
-                    " on the class: it is not watched"
-                )
+                self._hooks.plain.tell_unwatched(self._hooks.thread)
                 return criteria
             raise NotSupportedDecoding(
                 "this generate() was looked up before probemon was attached, or called on the class, and cannot be"

@@ -3,6 +3,7 @@
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -489,7 +490,8 @@ def test_generate_that_goes_past_our_wrapper_is_refused(manager, model, how):
     check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 3)])
 
 
-def test_attached_in_the_middle_of_a_generation_reports_nothing_of_it(manager, model):
+@pytest.mark.parametrize("acts", [False, True], ids=["", "with a rule"])
+def test_attached_in_the_middle_of_a_generation_tells_that_it_is_not_watched(manager, model, caplog, acts):
     class Attach(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             if input_ids.shape[1] == 7:
@@ -497,11 +499,18 @@ def test_attached_in_the_middle_of_a_generation_reports_nothing_of_it(manager, m
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     run = manager.attach(model)
+    if acts:
+        run.on(manager.pack.concepts[0]["id"], above=0.99)
     out = model.generate(
         PROMPT, max_new_tokens=6, do_sample=False, stopping_criteria=StoppingCriteriaList([Attach()]), **NO_EOS
     )
+    assert [record.getMessage() for record in caplog.records if "is not watched" in record.getMessage()] != []
+    assert len(caplog.records) == 1
     later = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
-    run.__exit__(None, None, None)
+    [gaps] = [check for check in run.health().wrong if check.name == "gaps"]
+    assert gaps.state == "failed" and gaps.what.startswith("4 forwards of a generate()")
+    with pytest.warns(UserWarning, match="heard nothing of 4 forwards") if acts else nullcontext():
+        run.__exit__(None, None, None)
     with pytest.raises(AlignmentError):
         run.result(out)
     check(manager, model, run.result(later), 0, later[0].tolist(), 0, [(5, 3)])

@@ -61,8 +61,8 @@ def memories_in(modules: Iterable[nn.Module]) -> list[Any]:
 def needs_its_wrapper(model: Any, host: Any) -> bool:
     """Whether an adapter on `host` is set up in the forward of `model` around it.
 
-    X-LoRA decides there, and an activated LoRA looks for its tokens. Raises `NotSupportedHost` for a host of X-LoRA
-    without its wrapper.
+    X-LoRA decides there, and an activated LoRA looks for its tokens. Raises `NotSupportedHost` for the host of such a
+    one without its wrapper: it would run as if there were no adapter.
     """
     wrapper = uncompiled(model)
     activated = any(
@@ -74,6 +74,11 @@ def needs_its_wrapper(model: Any, host: Any) -> bool:
         raise NotSupportedHost(
             f"X-LoRA mixes adapters in {type(host).__name__}, and its own forward does not decide how: give the"
             " PeftModel that it is in"
+        )
+    if activated and wrapper is host:
+        raise NotSupportedHost(
+            f"an activated LoRA (aLoRA) is on {type(host).__name__}, whose own forward does not look for its tokens, so"
+            " that it would never act: give the PeftModel that it is in (PeftModel.from_pretrained)"
         )
     return activated or mixed
 

@@ -5,10 +5,11 @@ model, tokenizer = load_model("demo", "cpu", print)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from probemon.core.counted import counted
 from probemon.core.first_sentence import first_sentence
 from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import ConfigError
@@ -41,8 +42,13 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     only_cached = not has_folder and not _hub_answers(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=only_cached)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, local_files_only=only_cached)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            name, dtype=kind, local_files_only=only_cached, output_loading_info=True
+        )
+        _check_whole(name, model, sorted(loaded["missing_keys"]))
         return model.eval().to(torch.device(device)), tokenizer
+    except ConfigError:
+        raise
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
         if not has_folder and not _is_cached(name):
             raise ConfigError(
@@ -91,6 +97,23 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"{name} is a file: give the folder of a model")
     if not Path(name).is_dir() and (is_path(name) or ("/" in name and folders_with(Path(name).parent, _MARKER))):
         raise ConfigError(f"no such folder: {name!r}{_hint(name) or '; give a folder, or a name on the hub'}")
+
+
+def _check_whole(name: str, model: Any, missing: Sequence[str]) -> None:
+    """Raise `ConfigError` for a model that is not the one in the files: a part of it is random, or left out."""
+    kind = type(model).__name__
+    saved = getattr(model.config, "architectures", None) or [kind]
+    if type(model.config)().is_encoder_decoder and kind not in saved:
+        raise ConfigError(
+            f"{name!r} holds a {saved[0]}, which has an encoder, and would be loaded as its decoder alone: load it in"
+            " Python, and give that model to manager.attach"
+        )
+    if missing:
+        raise ConfigError(
+            f"{name!r} lacks {counted(len(missing), 'weight')} of a {kind}, such as {missing[0]}, which would be"
+            " random: load it in Python by the class that it was saved by (adapters by PeftModel.from_pretrained), and"
+            " give that model to manager.attach or manager.analyze"
+        )
 
 
 def _hint(name: str) -> str:

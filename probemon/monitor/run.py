@@ -28,6 +28,7 @@ from probemon.core.counted import counted
 from probemon.core.scores import Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
+from probemon.host.adapters import needs_its_wrapper
 from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
 from probemon.host.site import Site
@@ -109,7 +110,8 @@ class MonitorRun:
                 "keep_tokens", keep_tokens, least=1, remedy="it counts tokens, so give 1 or more, or None for all"
             )
         if source is Watcher:
-            model = unwrap(model)
+            given, model = model, unwrap(model)
+            needs_its_wrapper(given, model)  # raises where an adapter would not act
             check_host(manager.pack, model, strict=check_bool("strict", strict))
             if deployment is not None:
                 deployment.check_host(manager.pack, model)

@@ -132,15 +132,16 @@ def test_a_corpus_is_scored_by_the_model_that_was_given(kind, tmp_path):
         assert max(abs(row["score"] - float(expected[row["position"], number[row["concept"]]])) for row in rows) < 2e-5
 
 
-def test_xlora_without_what_decides_is_refused(tmp_path):
-    model, manager = xlora(tmp_path), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
+@pytest.mark.parametrize("kind", ["xlora", "activated lora"])
+def test_adapters_without_what_sets_them_up_are_refused(kind, tmp_path):
+    model, manager = KINDS[kind](tmp_path), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
+    host = model.get_base_model()
     with pytest.raises(NotSupportedHost, match="PeftModel"):
-        manager.analyze(
-            model.base_model.model if hasattr(model.base_model, "model") else model.get_base_model(),
-            make_tokenizer(),
-            [TEXT],
-            out=tmp_path / "out",
-        )
+        manager.analyze(host, make_tokenizer(), [TEXT], out=tmp_path / "out")
+    with pytest.raises(NotSupportedHost, match="PeftModel"):
+        manager.attach(host)
+    with pytest.warns(UserWarning, match="active"):
+        manager.attach(model)
 
 
 SMALL = dict(

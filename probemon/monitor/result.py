@@ -101,8 +101,10 @@ def leading(
 
 
 def without_ancestors(pack: AnyPack, probes: Sequence[int]) -> list[int]:
-    """Return the probes less those that stand above another of them: what these say, the lower one says, too."""
-    above = {ancestor for probe in probes for ancestor in pack.tree.ancestors(probe)}
+    """Return the probes less those on the path shown of another of them, which says what they say. One that stands
+    above by another parent is on no such path, and stays.
+    """
+    above = {ancestor for probe in probes for ancestor in pack.tree.path(probe)[:-1]}
     return [probe for probe in probes if probe not in above]
 
 

@@ -71,16 +71,16 @@ def _coverage(totals: dict[str, Any]) -> Element:
 
 
 def _most_below(concepts: dict[str, list[Any]], firing: list[int]) -> Ints:
-    """Return for each concept `[P]` in how many documents that of the `firing` ones below it is which is in most."""
+    """Return for each concept `[P]` in how many documents that of the `firing` ones below it on a path is which is in
+    most.
+    """
     number = {concept: c for c, concept in enumerate(concepts["concept"])}  # names may come twice
     most = np.zeros(len(number), dtype=np.int64)
     for c in firing:
-        above, waiting = set[int](), [c]
-        while waiting:
-            parents = {number[parent] for parent in concepts["parents"][waiting.pop()]} - above
-            above |= parents
-            waiting.extend(parents)
-        most[list(above)] = np.maximum(most[list(above)], concepts["n_documents"][c])
+        above = c
+        while concepts["parents"][above]:
+            above = min(number[parent] for parent in concepts["parents"][above])  # the first one
+            most[above] = max(most[above], concepts["n_documents"][c])
     return most
 
 

@@ -395,7 +395,7 @@ def test_top_ranks_by_strength_over_each_threshold_or_by_score_without_one(model
         assert name != "calibrated" or by_strength != by_score
 
 
-def test_leading_concepts_are_unrelated_and_strongest_first(manager, model):
+def test_leading_concepts_are_on_paths_of_their_own_and_strongest_first(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
     result, tree = run.result(out), manager.pack.tree
@@ -404,11 +404,10 @@ def test_leading_concepts_are_unrelated_and_strongest_first(manager, model):
         assert all((c.position, c.token_id) == (result.position[i], result.token_id[i]) for c in found)
         fired = set(result.scores.fired(i).tolist())
         for a in found:
-            assert a.probe in fired and not any(b.probe in tree.ancestors(a.probe) for b in found)
-        covered = {c.probe for c in found} | {
-            p for c in found for p in fired if c.probe in tree.ancestors(p) or p in tree.ancestors(c.probe)
-        }
-        assert covered == fired
+            assert a.probe in fired and not any(b.probe in tree.path(a.probe)[:-1] for b in found)
+        # What fires stands somewhere: by itself, or on the path shown of what leads.
+        assert fired <= {p for c in found for p in tree.path(c.probe)}
+        assert all(c.path == tuple(manager.pack.path(c.probe)) for c in found)
         assert [c.strength for c in found] == sorted((c.strength for c in found), reverse=True)
 
 

@@ -79,14 +79,14 @@ def test_concepts_of_a_sentence_are_those_over_their_threshold_in_it(manager, mo
             for probe, value in values:
                 if value > threshold[probe] and value > best.get(probe, (0,))[0]:
                     best[probe] = value, int(result.position[i])
-        lowest = {p for p in best if not any(p in tree.ancestors(q) for q in best)}
+        lowest = {p for p in best if not any(p in tree.path(q)[:-1] for q in best)}
         assert {(c.probe, c.score, c.position) for c in sentence.concepts} == {(p, *best[p]) for p in lowest}
         strength = [c.strength for c in sentence.concepts]
         assert strength == sorted(strength, reverse=True)
         for probe in lowest:
             all_found[probe] = max(all_found.get(probe, (0,)), best[probe])
     assert all_found
-    expected = {p for p in all_found if not any(p in tree.ancestors(q) for q in all_found)}
+    expected = {p for p in all_found if not any(p in tree.path(q)[:-1] for q in all_found)}
     assert {(c.probe, c.score) for c in summary.answer.concepts} == {(p, all_found[p][0]) for p in expected}
     assert len({c.probe for c in summary.answer.concepts}) == len(summary.answer.concepts)
     for name in ("n_unseen", "n_far", "n_firing"):

@@ -160,7 +160,7 @@ def test_a_concept_without_a_threshold_has_a_score_and_no_strength(page_browser,
     told = page(
         """Promise.all([import('/page/digest.js'), import('/page/said.js')]).then(([{ digest, nearest }]) => {
           const token = { position: 3, top: [[0, 0.8, null], [1, 0.4, null]], fired: [], strengths: [], unseen: null };
-          const pack = { concepts: [{ threshold: null }, { threshold: 0.5 }], ancestors: () => [] };
+          const pack = { concepts: [{ threshold: null }, { threshold: 0.5 }], path: (c) => [c] };
           const found = digest({ tokens: [token], version: 0 }, pack);
           return [found.near[0].map(({ strength }) => strength), nearest(found, 9).map(({ c }) => c)];
         })"""

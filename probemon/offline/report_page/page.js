@@ -3,7 +3,7 @@
 // What it imports, the page of `probemon serve` imports, too. report.py puts those files before this one, into one script.
 
 import { $, el } from "./elements.js";
-import { hierarchyOf } from "./hierarchy.js";
+import { pathsOf } from "./hierarchy.js";
 import { segments } from "./segments.js";
 import { BREAKS, step, strengthOver } from "./strength.js";
 import { tips } from "./tip.js";
@@ -27,7 +27,7 @@ const PAGE = 50, MARKED = 12, LEAD = 24;
 
 const mean = (c) => allSeen ? concepts.sum[c] / allSeen : 0;
 
-const { path, ancestors } = hierarchyOf(concepts.parents);
+const path = pathsOf(concepts.parents);
 const inWords = (line) => line.map((c) => concepts.name[c]).join(" › ");
 const above = (c) => inWords(path(c).slice(0, -1));
 const named = (c) => el("span", { class: "name" }, concepts.name[c]);
@@ -155,8 +155,8 @@ function drawOverview() {
   const best = [...concepts.id.keys()].filter((c) => concepts.documents[c]);
   const most = (c) => strength(c, concepts.highest[c]);
   best.sort((a, b) => concepts.documents[b] - concepts.documents[a] || concepts.tokens[b] - concepts.tokens[a] || most(b) - most(a) || a - b);
-  // Of those that lead, what stands above another says nothing more: the lowest on each path are listed.
-  const inLead = best.slice(0, LEAD), covered = new Set(inLead.flatMap((c) => [...ancestors(c)]));
+  // Of those that lead, what stands on the path of another says nothing more: the lowest on each path are listed.
+  const inLead = best.slice(0, LEAD), covered = new Set(inLead.flatMap((c) => path(c).slice(0, -1)));
   const strongest = (c) => concepts.threshold[c] === null ? score(concepts.highest[c]) : `strength ${strength(c, concepts.highest[c]).toFixed(1)}`;
   const leading = (c) => [td(link({ concept: c }, named(c)), el("span", { class: "path" }, above(c))),
     right("", plural(concepts.documents[c], "document")), right("", plural(concepts.tokens[c], "token")),

@@ -40,7 +40,7 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
     );
     const fired = new Set(token.fired);
     const above = new Set();
-    for (const c of fired) pack.ancestors(c).forEach((a) => above.add(a));
+    for (const c of fired) pack.path(c).slice(0, -1).forEach((a) => above.add(a)); // by other parents: not shown with c
     const known = (c) => told.get(c) ?? { c, score: null, strength: strengthAt(token, c) };
     for (const c of fired) note(concepts, c, i, known(c).strength);
     const leading = [...fired]
@@ -110,15 +110,10 @@ export function utf16Places(text) {
 }
 
 /** A pack as the server tells it, with who stands above whom and what a name means. */
-export function readPack(told, hierarchyOf) {
-  const { path, ancestors } = hierarchyOf(told.concepts.map(({ parents }) => parents));
-  const known = new Map();
-  const above = (c) => {
-    if (!known.has(c)) known.set(c, ancestors(c));
-    return known.get(c);
-  };
+export function readPack(told, pathsOf) {
+  const path = pathsOf(told.concepts.map(({ parents }) => parents));
   const children = told.concepts.map(() => []);
   const roots = [];
   told.concepts.forEach(({ parents }, c) => (parents.length ? children[parents[0]] : roots).push(c));
-  return { ...told, path, ancestors: above, children, roots, byId: new Map(told.concepts.map(({ id }, c) => [id, c])) };
+  return { ...told, path, children, roots, byId: new Map(told.concepts.map(({ id }, c) => [id, c])) };
 }

@@ -1,7 +1,7 @@
 // A run played again, token by token; saved as a file, and read from one.
 
 import { $ } from "./elements.js";
-import { hierarchyOf } from "./hierarchy.js";
+import { pathsOf } from "./hierarchy.js";
 import { readPack } from "./digest.js";
 import { merge, newState, recordOf } from "./state.js";
 
@@ -129,7 +129,7 @@ async function open(app, file) {
     const id = `saved:${record.request.replace(/^(saved:)+/, "")}`;
     const run = merge(newState(), { ...record, request: id });
     run.ended = true;
-    run.pack = readPack(pack, hierarchyOf);
+    run.pack = readPack(pack, pathsOf);
     app.state.runs.set(id, run);
     app.follow = false;
     app.go({ answer: id });

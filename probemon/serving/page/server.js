@@ -8,7 +8,7 @@
 // state that is not of the server that the state is of (`boot`).
 
 import { $ } from "./elements.js";
-import { hierarchyOf } from "./hierarchy.js";
+import { pathsOf } from "./hierarchy.js";
 import { count, plural } from "./words.js";
 import { getPack, getRun, getRuns, onLate } from "./api.js";
 import { readPack } from "./digest.js";
@@ -50,7 +50,7 @@ export function connect(app) {
       if (state.pack === null) {
         const { boot, told } = await getPack();
         if (!isOfThisServer(boot)) return;
-        state.pack ??= readPack(told, hierarchyOf);
+        state.pack ??= readPack(told, pathsOf);
       }
       const known = [...state.runs.keys()];
       const { boot, told } = await getRuns();

@@ -77,12 +77,14 @@ def rule_said(event: dict[str, Any]) -> str:
 
 
 def line(summary: dict[str, Any]) -> str:
-    """Return a summary in one line: what was leading, what stopped the answer, and how much was not seen."""
+    """Return a summary in one line: what was leading, what stopped the answer, and how far it can be relied on."""
     names = ", ".join(concept["name"] for concept in summary["leading"][:3]) or "no concept over its threshold"
     names += f" and {summary['n_leading'] - 3} more" if summary["n_leading"] > 3 else ""
     by = summary["stopped_by"]
     stopped = "" if not by else f"; stopped: {rule_said(by)}" if by.get("blind") else f"; stopped by {by['name']}"
-    return f"{names}{stopped}; {summary['coverage']['unseen']} of {summary['coverage']['tokens']} tokens unseen"
+    seen = f"{summary['coverage']['unseen']} of {summary['coverage']['tokens']} tokens unseen"
+    withheld = f"{summary['n_withheld']} withheld" if summary["n_withheld"] else ""
+    return "; ".join(filter(None, [f"{names}{stopped}", seen, withheld, summary["unlike"]]))
 
 
 def table(summary: dict[str, Any], n_rows: int) -> str:

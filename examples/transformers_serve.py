@@ -47,19 +47,51 @@ def watched_server(
         )
     from transformers.cli.serve import Serve
 
+    class Unstarted(Serve):
+        _thread = None
+
+        def start_server(self) -> None:
+            """Do not listen yet: what is answered before it is watched, nobody hears of."""
+
     manager = DynamicProbeManager(pack)
-    server = Serve(model, non_blocking=True, **options)
+    server = Unstarted(model, non_blocking=True, **options)
     try:
-        models = server._model_manager
-        host, processor = models.load_model_and_processor(models.process_model_name(model))
+        host, processor = keep_loaded(server._model_manager, model)
         with manager.attach(host, processor, callback_errors="report", keep_tokens=KEPT_TOKENS) as run:
             for rule in rules:
                 concept, _, above = rule.partition(":")
                 run.on(concept, above=float(above) if above else None, action=lambda event: tell(described(event)))
+            Serve.start_server(server)
             yield server
             wait_for_answers(run)
     finally:
         server.kill_server()
+
+
+def keep_loaded(models: Any, model: str) -> tuple[Any, Any]:
+    """Return the model of a server and its processor, and let the server answer with that very model alone: after
+    `/reset` it would load another, and for speech any that is named, which nobody watches.
+    """
+    from transformers.cli.serving.utils import split_model_id
+
+    repo, file = split_model_id(model)
+    only = models.process_model_name(repo), file
+    watched = models.load_model_and_processor(only[0], gguf_file=file)
+
+    def load(
+        name: str,
+        progress_callback: Callable[[dict[str, Any]], None] | None = None,
+        tqdm_class: Any = None,
+        gguf_file: str | None = None,
+    ) -> tuple[Any, Any]:
+        if (name, gguf_file) != only:
+            raise NotSupportedHost(f"this server answers with {model} alone, which is watched: {name} is not loaded")
+        if progress_callback is not None:
+            progress_callback({"status": "ready", "model": name, "cached": True})
+        return watched
+
+    models.load_model_and_processor = load
+    return watched
 
 
 def wait_for_answers(run: Any, seconds: float = 30) -> None:

@@ -11,6 +11,15 @@ from run_examples import EXAMPLES
 
 CHAT = [{"role": "user", "content": "Which animals live in the sea?"}]
 
+NOTHING = {
+    "leading": [],
+    "n_leading": 0,
+    "stopped_by": None,
+    "n_withheld": 0,
+    "unlike": "",
+    "coverage": {"unseen": 1, "tokens": 3},
+}
+
 
 @pytest.fixture
 def filter_module():
@@ -66,7 +75,7 @@ def test_concepts_become_status_lines_and_a_table_and_no_client_sees_our_keys(se
 
 def test_a_rule_that_is_not_known_is_no_score_over_a_threshold(filter_module):
     event = {"name": "animal", "score": 0.0, "threshold": 0.99, "blind": "hidden state is not finite"}
-    summary = {"leading": [], "n_leading": 0, "stopped_by": event, "coverage": {"unseen": 1, "tokens": 3}}
+    summary = NOTHING | {"stopped_by": event}
     delta = {"probemon": {"events": [event]}, "probemon_summary": summary}
     _, said = filtered(filter_module.Filter(), [{"choices": [{"delta": delta}]}])
     why = "animal not known: hidden state is not finite"
@@ -79,6 +88,13 @@ def test_a_rule_that_is_not_known_is_no_score_over_a_threshold(filter_module):
 def test_names_from_a_pack_are_no_markdown(filter_module):
     path = ["a|b", "[x](javascript:y)", "<img>"]
     concept = {"path": path, "name": "a", "score": 0.5, "strength": None, "precision": None}
-    summary = {"leading": [concept], "n_leading": 1, "stopped_by": None, "coverage": {"unseen": 1, "tokens": 3}}
+    summary = NOTHING | {"leading": [concept], "n_leading": 1}
     row = filter_module.table(summary, 3).splitlines()[2]
     assert row == r"| a\|b > \[x\]\(javascript:y\) > \<img> | 0.50 |  |  |"
+
+
+def test_what_was_withheld_and_what_is_unlike_the_calibration_is_said(filter_module):
+    said = "2 of 3 tokens are unlike the text that the pack was calibrated on"
+    assert filter_module.line(NOTHING | {"unlike": said, "n_withheld": 2}) == (
+        f"no concept over its threshold; 1 of 3 tokens unseen; 2 withheld; {said}"
+    )

@@ -3,6 +3,7 @@
 import gc
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import openai
@@ -11,6 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from conftest import make_pack
+from local_servers import nobody
 from probemon import DynamicProbeManager, Event, ProbePack
 from probemon.errors import NotSupportedHost
 from run_examples import EXAMPLES
@@ -41,15 +43,30 @@ def text_of(client, model, *, stream):
     return "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
 
 
+def asked_until_answered(client, model):
+    """The answer to who asks from before the server listens."""
+    while True:
+        try:
+            return text_of(client, model, stream=False)
+        except openai.APIConnectionError:
+            time.sleep(0.001)
+
+
 def served_texts(model, pack, rule, tell):
-    """What the watched server answers, whole and streamed."""
-    with watched_server(model, pack, [rule], tell, host="127.0.0.1", port=0, device="cpu") as server:
-        while not server.server.started:
-            time.sleep(0.01)
-        [listening] = server.server.servers
-        port = listening.sockets[0].getsockname()[1]
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-            return [text_of(client, model, stream=stream) for stream in (False, True)]
+    """What the watched server answers to the first who asks, and to others after its models are reset, twice."""
+    with nobody() as address:
+        port = int(address.rsplit(":", 1)[1])
+    with (
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(1) as early,
+    ):
+        first = early.submit(asked_until_answered, client, model)
+        with watched_server(model, pack, [rule], tell, host="127.0.0.1", port=port, device="cpu"):
+            texts = [first.result()]
+            for stream in (False, True):
+                client.post(f"{address}/reset", cast_to=object)
+                texts.append(text_of(client, model, stream=stream))
+            return texts
 
 
 # Transformers' server leaves its event loop open when it is ended, which is noticed where it is collected.
@@ -71,9 +88,9 @@ def test_its_texts_are_the_hosts_and_its_events_those_of_a_stream(folders):
         host, tokenizer, ASKED, prepare=prepare, max_new_tokens=N_TOKENS, do_sample=False
     )
     generated = last.result.token_id[last.result.phase == 1].tolist()
-    assert texts == [tokenizer.decode(generated, skip_special_tokens=True)] * 2
+    assert texts == [tokenizer.decode(generated, skip_special_tokens=True)] * 3
     assert expected
-    assert events == [event | {"generation": i} for i in range(2) for event in expected]
+    assert events == [event | {"generation": i} for i in range(3) for event in expected]
 
 
 def test_an_event_of_a_token_without_a_score_says_why_and_names_no_score():

@@ -545,7 +545,7 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "if generation is None and self._plain.is_of_another_head(thread, forward, cache):",
+        "if generation is None and self.plain.is_of_another_head(thread, forward, cache):",
         "if False:",
         "generate() of another head is taken for documents",
     ),

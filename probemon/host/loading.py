@@ -42,9 +42,8 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     only_cached = not has_folder and not _hub_answers(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=only_cached)
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            name, dtype=kind, local_files_only=only_cached, output_loading_info=True
-        )
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, loaded = load(name, dtype=kind, local_files_only=only_cached, output_loading_info=True)
         _check_whole(name, model, sorted(loaded["missing_keys"]))
         return model.eval().to(torch.device(device)), tokenizer
     except ConfigError:

@@ -102,7 +102,7 @@ def _check_whole(name: str, model: Any, missing: Sequence[str]) -> None:
     """Raise `ConfigError` for a model that is not the one in the files: a part of it is random, or left out."""
     kind = type(model).__name__
     saved = getattr(model.config, "architectures", None) or [kind]
-    if type(model.config)().is_encoder_decoder and kind not in saved:
+    if kind not in saved and type(model.config)().is_encoder_decoder:
         raise ConfigError(
             f"{name!r} holds a {saved[0]}, which has an encoder, and would be loaded as its decoder alone: load it in"
             " Python, and give that model to manager.attach"

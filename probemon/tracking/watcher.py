@@ -29,6 +29,7 @@ from transformers import StoppingCriteriaList
 from probemon.core.scores import Gap
 from probemon.core.shadow import shadow
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding, NotSupportedHost
+from probemon.host.image_offsets import ImageOffsets
 from probemon.host.internals import proposes_tokens, shadow_prepared_inputs, shadow_stopping_criteria
 from probemon.host.model import is_compiled, is_encoder_decoder
 from probemon.host.ranks import Ranks
@@ -89,6 +90,7 @@ class Watcher:
             observer=self._observer,
             threads=self.threads,
         )
+        self._offsets = ImageOffsets(model)
         self._running: list[Generation] = []
         self._n_beside = 0  # generations of threads that are not watched
         self._told_of_others = False
@@ -218,6 +220,8 @@ class Watcher:
         try:
             prompt = read_call(self.model, args, kwargs)
             self._hooks.abilities.check_generate(prompt.ways | self._ways_beside(), prompt.length)
+            if prompt.cached:
+                self._offsets.check(prompt.cache)
             self._check(prompt)
         except BaseException:
             if isinstance(kwargs.get("streamer"), HeldStreamer):
@@ -235,6 +239,7 @@ class Watcher:
             self._hooks.check_seen(
                 recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation
             )
+        self._offsets.note(prompt.cache if prompt.cache is not None else getattr(out, "past_key_values", None))
         self._keep_output(recording, sequences)
         self._observer.ended(recording, None)
         return out

@@ -15,12 +15,14 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from conftest import EOS, OLDEST, PAD, make_model, n_hooks, not_in_oldest
+from conftest import EOS, OLDEST, PAD, make_model, make_pack, n_hooks, not_in_oldest
 from oracle import check, expected
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding, NotSupportedHost
@@ -488,6 +490,50 @@ def test_generate_that_goes_past_our_wrapper_is_refused(manager, model, how):
             early(BATCH, attention_mask=BATCH_MASK, max_new_tokens=4, **NO_EOS)
         out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
     check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 3)])
+
+
+@pytest.mark.skipif(OLDEST, reason="is told otherwise where images are")
+@pytest.mark.parametrize("between", ["nothing", "a text", "a picture as large", "another picture"])
+def test_turns_after_a_picture_are_right_or_refused(tmp_path, between):
+    """Where tokens after a picture stand is kept on the model: after another conversation it is that one's."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": PAD, "initializer_range": 0.5}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 1, "embed_dim": 8, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
+    model = Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=60, vision_start_token_id=58)
+    ).eval()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, sites=("resid_post.1",)), keep_top_k=6)
+
+    def picture(height, width):
+        return {
+            "pixel_values": torch.randn(height * width, 96),
+            "image_grid_thw": torch.tensor([[1, height, width]]),
+        }
+
+    def generate(ids, **more):
+        ids, kinds = torch.tensor([ids]), torch.tensor([[int(i == 60) for i in ids]])
+        more = {"do_sample": False, "suppress_tokens": [58, 60], "return_dict_in_generate": True} | more
+        return model.generate(ids, mm_token_type_ids=kinds, max_new_tokens=4, **NO_EOS, **more)
+
+    first = picture(4, 8)
+    with manager.attach(model) as run:
+        out = generate([1, 58, *[60] * 8, 5], **first)
+        if between == "a text":
+            generate([1, 5, 9])
+        elif between != "nothing":
+            n = 8 if between == "a picture as large" else 4
+            generate([1, 58, *[60] * n, 9], **picture(4, n))
+        ids = [*out.sequences[0].tolist(), 7, 8]
+        if between in ("a text", "another picture"):
+            with pytest.raises(NotSupportedDecoding, match="keeps on the model, not in the cache"):
+                generate(ids, past_key_values=copy.deepcopy(out.past_key_values))
+            return
+        out = generate(ids, past_key_values=copy.deepcopy(out.past_key_values))
+    row = out.sequences[0].tolist()
+    kinds = torch.tensor([[int(i == 60) for i in row[:-1]]])  # the last was sampled, and not run
+    check(manager, model, run.result(out), 0, row, 0, [(11, 3), (3, 3)], forward=first | {"mm_token_type_ids": kinds})
 
 
 @pytest.mark.parametrize("acts", [False, True], ids=["", "with a rule"])

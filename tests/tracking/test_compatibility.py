@@ -248,6 +248,10 @@ def test_table_in_the_documents_is_what_was_found():
             "|---|---|",
             *(f"| {name} | {FOUND[name]} |" for name in ARRANGEMENTS),
             "",
+            "Hosts that keep on the model where tokens after images stand (`rope_deltas`: qwen2_vl and its kin) answer"
+            " wrongly where a turn goes on from a cache after another conversation: that is refused, where the turn"
+            " before was watched.",
+            "",
             "transformers 5.24 and newer are not installed beside probemon: they give a forward its cache by another"
             " name.",
             "",

@@ -159,7 +159,8 @@ class Bem(nn.Module):
     @property
     def enabled(self) -> bool:
         """Whether it steers. Set to False, it stays on its host and changes nothing, and caches that are written
-        meanwhile are unknown to it. Raises `BemError` where another adapter steers.
+        meanwhile are unknown to it; within a `generate()`, what comes after is not steered. Raises `BemError` where
+        another adapter steers.
         """
         return self._enabled
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import architectures
 from arrangements import tokenizer
@@ -424,9 +424,31 @@ def test_attached_memory_refuses_what_it_cannot_remember(ids):
     host(ids[:, 20:22], past_key_values=cache)
     with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="not all were given"):
         host(ids[:, 22:], past_key_values=cache)
+    with attach_memory(host, 1):
+        _, cache = in_pieces(host, ids, [20])
+        kept = copy.deepcopy(cache)
+        host(ids[:, 20:], past_key_values=cache)
+        host(ids[:, 20:], past_key_values=copy.deepcopy(kept))
+    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="another memory wrote"):
+        host(ids[:, 20:], past_key_values=kept)
     with pytest.raises(ConfigError, match="layer"):
         attach_memory(host, 3)
     with attach_memory(host, 1), pytest.raises(ConfigError, match="has a memory already"):
         attach_memory(host, 1)
     with pytest.raises(NotSupportedHost, match="memory_layers"):
         attach_memory(make(), 1)
+
+
+def test_a_memory_stays_on_while_its_host_generates(ids):
+    class Detach(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            with pytest.raises(NotSupportedDecoding, match="1 generate"):
+                attached.detach()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    host = llama()
+    with attach_memory(host, 1) as attached:
+        torch.nn.init.normal_(attached.memory.output.weight)
+        expected = host.generate(ids, **PLAIN)
+        assert torch.equal(host.generate(ids, stopping_criteria=StoppingCriteriaList([Detach()]), **PLAIN), expected)
+    assert not attached.open

@@ -12,10 +12,13 @@ ends no trace is left.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -70,17 +73,29 @@ class AttachedMemory:
         self._decoder_arguments: dict[str, Any] = {}
         self._without_cache = False  # so the layer ran in this forward
         self._stack, self.open = ExitStack(), False
+        self._whose = uuid4().hex  # a text, which a copied or a saved cache keeps
+        self._lock, self._n_generating = threading.Lock(), 0
         with ExitStack() as stack:
             stack.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(layers[self.number].register_forward_hook(self._after, with_kwargs=True).remove)
             stack.callback(decoder.register_forward_hook(self._end, with_kwargs=True).remove)
+            if hasattr(model, "generate"):
+                shadow(stack, self, model, "generate", self._count)
             if hasattr(model, "init_continuous_batching"):  # whose own thread would keep our errors to itself
                 shadow(stack, self, model, "init_continuous_batching", _refuse_batches)
             self._stack = stack.pop_all()
             self.open = True
 
     def detach(self) -> None:
-        """Take the memory off. Caches that have one keep it, unused."""
+        """Take the memory off. Caches that have one keep it, unused.
+
+        Raises `NotSupportedDecoding` while a generate() runs, in whatever thread: it would go on without its memory.
+        """
+        if self._n_generating:
+            raise NotSupportedDecoding(
+                f"{self._n_generating} generate() of this host is under way: detach when it has returned, else part of"
+                " its output is with the memory and part is not"
+            )
         self.open = False
         self._stack.close()
         self._state, self._decoder_arguments = None, {}
@@ -102,6 +117,15 @@ class AttachedMemory:
     def settings(self) -> dict[str, Any]:
         """What the host's states depend on beside the memory's tensors, in values that JSON has."""
         return {"layer": self.number, **asdict(self.memory.shape)}
+
+    def _count(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self._n_generating += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._n_generating -= 1
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -129,7 +153,7 @@ class AttachedMemory:
         valid = n_past + torch.arange(t, device=hidden.device) >= padding[:, None]
         remembered = self.memory(hidden, None if layer is None else layer.memory, valid, ids)
         if layer is not None:
-            layer.padding, layer.memory = padding, remembered.state
+            layer.padding, layer.memory, layer.whose = padding, remembered.state, self._whose
             if not self.memory.training:
                 self._state = remembered.state
         changed = hidden + remembered.update
@@ -166,7 +190,7 @@ class AttachedMemory:
                 f"{type(module).__name__} keeps nothing of its tokens at layer {self.number} of the cache, where a"
                 " memory lies. Name another layer, or give use_cache=False"
             )
-        check_known(layer, layer.get_seq_length() - n_new)
+        check_known(layer, layer.get_seq_length() - n_new, self._whose)
         return layer
 
 

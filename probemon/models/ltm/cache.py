@@ -35,6 +35,7 @@ class KeepsMemory(CacheLayerMixin):
 
     __slots__ = ()  # no layout of its own, so that a layer may become one that keeps memories
     memory: MemoryState | None = None
+    whose = ""  # of which attached memory it is
     padding: Tensor | None = None  # [B] int64: columns of padding before each row
     is_croppable = False
 
@@ -115,13 +116,20 @@ def memory_layer(cache: Any, number: int, *, n_new: int = 0) -> Any:
     return layer
 
 
-def check_known(layer: Any, n_past: int) -> None:
-    """Raise `NotSupportedDecoding` unless the memory that a layer of a cache keeps was given all `n_past` columns."""
+def check_known(layer: Any, n_past: int, whose: str = "") -> None:
+    """Raise `NotSupportedDecoding` unless the memory that a layer of a cache keeps was given all `n_past` columns, and
+    is that of the attached memory `whose`.
+    """
     memory = getattr(layer, "memory", None)
     if n_past > 0 if memory is None else bool((memory.n + layer.padding != n_past).any()):
         raise NotSupportedDecoding(
             f"the cache holds {n_past} tokens, and not all were given to this memory, so what it would hold is unknown:"
             " begin with a new cache"
+        )
+    if n_past > 0 and memory is not None and layer.whose != whose:
+        raise NotSupportedDecoding(
+            "the cache holds what another memory wrote, which means nothing to this one: begin with a new cache, or"
+            " keep the memory on between the turns"
         )
 
 

@@ -89,7 +89,8 @@ class DriftMonitor:
             _check_reference(reference, pack)
         self.reference = reference
         # What is comparable: all concepts where the descent finds all that fires, else those that are always evaluated.
-        own = np.ones(pack.n_probes, dtype=bool) if _finds_all(pack, plan) else plan.always.copy()
+        self._finds_all = _finds_all(pack, plan)
+        own = np.ones(pack.n_probes, dtype=bool) if self._finds_all else plan.always.copy()
         wanted = np.asarray([not concept.get("bounding") for concept in pack.concepts], dtype=bool)
         if plan.watched is not None:
             wanted &= plan.watched
@@ -218,14 +219,29 @@ class DriftMonitor:
             frozen.write(path)
         return frozen
 
-    def requests(self, model: Any, tokenizer: Any, guard: Guard) -> RunRequests:
-        """Return what collects the requests of one run, and hands them over here."""
+    def requests(self, manager: Scorer, model: Any, tokenizer: Any, guard: Guard) -> RunRequests:
+        """Return what collects the requests of one run of `manager`, and hands them over here. Raises `ConfigError`
+        where that has other probes or thresholds than the manager that this monitor was made for.
+        """
+        pack = manager.pack
+        if _packs(pack) != _packs(self._pack) or not np.array_equal(
+            pack.alert_threshold.numpy(), self.alert, equal_nan=True
+        ):
+            raise ConfigError(
+                f"this DriftMonitor counts by the probes and alert thresholds of {self._pack.name}, and those of this"
+                f" run ({pack.name}{f', alert set {pack.alert_set}' if pack.alert_set else ''}) are others: make one of"
+                " its manager"
+            )
         return RunRequests(self, model, tokenizer, guard)
 
     # -- requests, as they end -----------------------------------------------------------------------
 
     def compares(self, plan: Plan) -> bool:
-        """Whether a plan scores what the manager's own does: all that is always scored, and the same concepts."""
+        """Whether a plan scores what the manager's own does: all that is always scored, the same concepts, and all that
+        fires where that does.
+        """
+        if self._finds_all and not _finds_all(self._pack, plan):
+            return False
         same = [
             np.ones(self._n_probes, dtype=bool) if one.watched is None else one.watched for one in (plan, self._plan)
         ]

@@ -122,7 +122,7 @@ class MonitorRun:
         self.gaps: deque[Gap] = deque(maxlen=MAX_KEPT)
         self.routing: Any = None  # the companion: what else is recorded of the same forwards
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
-        self._failures = Failures()
+        self._failures, self._entered = Failures(), False
         self._followers = Followers(self._failures)
         self._watches = Watches(manager)
         self._publisher = Publisher(
@@ -135,7 +135,7 @@ class MonitorRun:
             lambda *entries: None if self.routing is None else self.routing.reads(*entries),
             keep_tokens,
         )
-        self._requests = None if drift is None else drift.requests(model, tokenizer, self._failures.call)
+        self._requests = None if drift is None else drift.requests(manager, model, tokenizer, self._failures.call)
         publish: Publish = self._publisher.publish
         if self._requests is not None:
             publish = self._requests.after(publish)
@@ -167,7 +167,6 @@ class MonitorRun:
             one_thread=self._one_thread,
         )
         self._stack = ExitStack()
-        self._entered = False
 
     def __repr__(self) -> str:
         config, n_rules, n_recordings = (
@@ -227,6 +226,7 @@ class MonitorRun:
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Ask these rules of generated tokens, too: see `on`."""
+        self._check_not_ended("a rule")
         check_judges(rules, self.tokenizer, self._keep_tokens)
         self._watches.add(rules, count=bool(self._publisher.tokens))
 
@@ -272,6 +272,7 @@ class MonitorRun:
         from which position on it held. Raises `DeploymentError`, `UnknownConcept`, `ConfigError`,
         `NotSupportedDecoding` (a stop while beams run); what held before goes on then.
         """
+        self._check_not_ended("what is watched")
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
         check_judges(change.new_rules, self.tokenizer, self._keep_tokens)
         if self._watcher.running_beams:
@@ -320,15 +321,23 @@ class MonitorRun:
 
     def listen(self, listener: Callable[[PlacedTokens, Scores], None]) -> None:
         """Call `listener(placed, scores)` with each batch of tokens once it is scored, in the thread that generates."""
+        self._check_not_ended("a listener")
         self._publisher.listeners.append(lambda placed, scores, reads: listener(placed, scores))
 
     def listen_with_reads(self, listener: Listener) -> None:
         """Call `listener(placed, scores, reads)`, as `listen` does; `reads`: what memories read, None without any."""
+        self._check_not_ended("a listener")
         self._publisher.listeners.append(listener)
 
     def follow(self, follower: Follower) -> None:
         """Let `follower` hear of all that happens from now on: scores, events, times, gaps and ends."""
+        self._check_not_ended("a follower")
         self._followers.add(self, follower)
+
+    def _check_not_ended(self, what: str) -> None:
+        """Raise `ConfigError` after the block: nothing would ever come to what is given."""
+        if self._entered and not self._watcher.open:
+            raise ConfigError(f"this run has ended, and {what} would be asked of nothing: attach again")
 
     def generating(self, from_column: int) -> AbstractContextManager[HandLoop]:
         """Follow a decode loop of your own as `generate()` is followed: phases, rules, stops, streamers, results.

@@ -323,6 +323,24 @@ def test_requests_of_other_concepts_than_the_manager_watches_are_left_out(manage
     assert not run.failures and drift.n_incomplete == drift.n_requests == ROWS
 
 
+def test_runs_of_another_manager_are_refused_or_left_out(manager, model, rare, tmp_path):
+    drift = DriftMonitor(manager)
+    others = {
+        "other": changed_pack(rare, tmp_path / "other", lambda weights: weights["b1"].add_(1)),
+        "lower": make_pack(tmp_path / "lower", model, alert_threshold=torch.full((rare.n_probes,), 0.01)),
+    }
+    for other in others.values():
+        with pytest.raises(ConfigError, match=r"those of this run .* are others"):
+            drift_run(other, model, drift)
+    less, ids = DynamicProbeManager(rare, load_threshold=0.95), prompts(0)
+    with less.attach(model, drift=drift) as run:
+        model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert not run.failures and (drift.n_incomplete, drift.n_requests) == (ROWS, 0)
+    with DynamicProbeManager(rare).attach(model, drift=drift):
+        model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert drift.n_requests == ROWS
+
+
 def test_beams_are_left_out_and_generations_that_fail_are_requests(manager, model):
     drift = DriftMonitor(manager)
     ids = prompts(0, 4)

@@ -447,3 +447,17 @@ def test_without_pyarrow_the_error_names_the_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "MissingExtra to_arrow needs pyarrow: pip install 'probemon[corpus]'"
+
+
+def test_what_is_given_once_a_run_has_ended_is_refused(manager, model):
+    with manager.attach(model) as run:
+        pass
+    given = {
+        "a rule": lambda: run.on(manager.pack.concepts[0]["id"], above=0.5),
+        "what is watched": lambda: run.update(exclude=[manager.pack.concepts[0]["id"]]),
+        "a listener": lambda: run.listen(print),
+        "a follower": lambda: run.follow(object()),
+    }
+    for what, give in given.items():
+        with pytest.raises(ConfigError, match=f"has ended, and {what}"):
+            give()

@@ -131,11 +131,11 @@ def _hooks(faults: HookFaults) -> Check:
 
 def _gaps(n_gaps: int, n_unwatched: int, n_tokens: int) -> Check:
     if n_unwatched:  # of a token of each row at least
+        beside = f", and at {counted(n_gaps, 'place')} tokens ran past our hooks" if n_gaps else ""
         return Check(
             "gaps",
             state_of(n_gaps + n_unwatched, n_tokens + n_unwatched),
-            f"{counted(n_unwatched, 'forward')} of a generate() that had begun before were not watched"
-            f"{f', and at {n_gaps:,} places tokens ran past our hooks' if n_gaps else ''}",
+            f"{counted(n_unwatched, 'forward')} of a generate() that had begun before went unwatched{beside}",
             "Attach before anything generates, and look generate() up inside the with block.",
         )
     if not n_gaps:

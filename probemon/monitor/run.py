@@ -334,9 +334,13 @@ class MonitorRun:
         self._check_not_ended("a follower")
         self._followers.add(self, follower)
 
+    @property
+    def _ended(self) -> bool:
+        return self._entered and not self._watcher.open
+
     def _check_not_ended(self, what: str) -> None:
         """Raise `ConfigError` after the block: nothing would ever come to what is given."""
-        if self._entered and not self._watcher.open:
+        if self._ended:
             raise ConfigError(f"this run has ended, and {what} would be asked of nothing: attach again")
 
     def generating(self, from_column: int) -> AbstractContextManager[HandLoop]:
@@ -434,7 +438,7 @@ class MonitorRun:
             self._publisher,
             self._failures,
             self._threads,
-            ended=self._entered and not self._watcher.open,
+            ended=self._ended,
             not_numbers=self.manager.not_numbers,
             host_changed=self._publisher.host_changed or any(one.host_changed for one in list(self.recordings)),
         )

@@ -15,6 +15,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,12 @@ class PlainForwards:
                 f" to {type(self._model).__name__}: which tokens are generated, and where rows end, is unknown"
                 " here, and rules would never fire. Attach to the very model whose generate() is called"
             )
-        self.tell_unwatched(thread)
+        self.tell_unwatched(thread, around)
         return True
 
-    def tell_unwatched(self, thread: ThreadState) -> None:
-        """Log, once for each, that the `generate()` around is not watched."""
-        around = generate_around(self._decoder)
+    def tell_unwatched(self, thread: ThreadState, around: tuple[FrameType, Any] | None = None) -> None:
+        """Log, once for each, that the `generate()` around is not watched: looked for where it is not given."""
+        around = around or generate_around(self._decoder)
         if around is None or around[0] is thread.unwatched:
             return
         thread.unwatched, owner = around

@@ -61,11 +61,13 @@ def served_texts(model, pack, rule, tell):
         ThreadPoolExecutor(1) as early,
     ):
         first = early.submit(asked_until_answered, client, model)
-        with watched_server(model, pack, [rule], tell, host="127.0.0.1", port=port, device="cpu"):
+        with watched_server(model, pack, [rule], tell, host="127.0.0.1", port=port, device="cpu") as server:
             texts = [first.result()]
             for stream in (False, True):
                 client.post(f"{address}/reset", cast_to=object)
                 texts.append(text_of(client, model, stream=stream))
+            with pytest.raises(NotSupportedHost, match="another@main is not loaded"):
+                server._model_manager.load_model_and_processor("another@main")
             return texts
 
 

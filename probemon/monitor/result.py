@@ -28,6 +28,7 @@ from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
+from probemon.core.strength import strength_of, strength_or_score
 from probemon.core.token_texts import TokenTexts
 from probemon.engine.audit import Audit
 from probemon.errors import AlignmentError, ConfigError
@@ -73,7 +74,7 @@ def describe(pack: AnyPack, probe: int, score: float, threshold: float | None = 
         level=int(pack.tree.level[probe]),
         score=score,
         threshold=threshold,
-        strength=float(_strength(np.float32(score), np.float32(threshold))),
+        strength=float(strength_of(np.float32(score), np.float32(threshold))),
         fired=score > threshold,
         probe=probe,
         precision=pack.precision(probe) if threshold >= alert else math.nan,
@@ -244,8 +245,7 @@ class Result:
         entries = np.flatnonzero(chosen[entry_token])
         probes, values = self.scores.probes[entries], self.scores.values[entries]
         threshold = self.pack.alert_threshold.numpy()[probes]
-        bare = np.isnan(threshold)  # ranked by score, after those that have a strength
-        rank = np.where(bare, values.astype(np.float64), _strength(values, threshold))
+        bare, rank = np.isnan(threshold), strength_or_score(values, threshold)  # those with a strength come first
         best: list[ConceptScore] = []
         taken: set[int] = set()
         for i in np.lexsort((entry_token[entries], probes, -rank, bare)).tolist():
@@ -473,9 +473,3 @@ def _result_of_requests(
 def _check_position(position: object) -> int:
     # Those of a prompt of embeddings are below 0.
     return check_count("position", position, least=-MOST, remedy="give a whole number, a column of the output")
-
-
-def _strength(score: Any, threshold: Any) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        s, t = np.asarray(score, dtype=np.float64), np.asarray(threshold, dtype=np.float64)
-        return np.log(s) - np.log1p(-s) - np.log(t) + np.log1p(-t)

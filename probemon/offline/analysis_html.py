@@ -16,11 +16,11 @@ from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike
 from probemon.core.static_html import element, fragment, path_of, table
+from probemon.core.strength import strength_or_score
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
 from probemon.offline.compare import Comparison, is_mute
 from probemon.offline.document_samples import Corpus
-from probemon.offline.report_data import strength_of
 
 _MOST_CONCEPTS, _MOST_DIFFERING = 20, 20
 _COVERAGE = ("active", "not_reached", "dropped")  # of each token seen they make up all probes
@@ -92,7 +92,7 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     if not len(over):
         yield element("p", f"No concept was over the floor{_excluded(concepts['watched'].count(False))}.")
         return
-    strength = strength_of(highest, threshold)
+    strength = strength_or_score(highest, threshold)
     order = over[np.lexsort((over, -strength[over], bare[over]))]  # without a threshold there is a score only
     # A concept that fires in no more documents than one below it says nothing beside it.
     below = _most_below(concepts, [c for c in over.tolist() if strength[c] > 0])

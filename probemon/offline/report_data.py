@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from probemon.core.hierarchy import Ints
-from probemon.core.score_counts import log_odds
 from probemon.core.scores import unlike
+from probemon.core.strength import shortest, strength_or_score
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
 
@@ -116,7 +116,7 @@ class ReportData:
                 "level": concepts["level"],
                 "parents": self.parents,
                 "threshold": [
-                    float(f"{value:.6g}") if math.isfinite(value) else None for value in concepts["alert_threshold"]
+                    shortest(value) if math.isfinite(value) else None for value in concepts["alert_threshold"]
                 ],
                 # Of a floor under its threshold nobody knows how often a concept is right.
                 "precision": [
@@ -125,7 +125,7 @@ class ReportData:
                 ],
                 "documents": concepts["n_documents"],
                 "tokens": concepts["n_tokens"],
-                "highest": [round(x, 6) for x in concepts["max_score"]],
+                "highest": [shortest(x) for x in concepts["max_score"]],
                 "excluded": [c for c, watched in enumerate(concepts["watched"]) if not watched],
                 "sum": [round(x, 4) for x in concepts["score_sum"]],
             },
@@ -179,7 +179,8 @@ class ReportData:
         """
         pairs, by_document = self.pairs, [list[int]() for _ in range(self.documents.num_rows)]
         concept = pairs.concept
-        strength = strength_of(pairs.highest, np.asarray(self.concepts["alert_threshold"], dtype=np.float64)[concept])
+        threshold = np.asarray(self.concepts["alert_threshold"], dtype=np.float64)
+        strength = strength_or_score(pairs.highest, threshold[concept])
         lines = self._ancestors()
         for i in np.lexsort((concept, -strength, pairs.document)):
             c, chosen = int(concept[i]), by_document[pairs.document[i]]
@@ -194,15 +195,17 @@ class ReportData:
         return above
 
 
-def millionths(scores: Any) -> list[int]:
-    """Round scores to millionths: a threshold may be so low that what is just over it is nothing in thousandths."""
-    millionths: list[int] = np.rint(np.asarray(scores, dtype=np.float64) * 1e6).astype(np.int64).tolist()
+def millionths(scores: Any) -> list[float]:
+    """Return scores `[N]` in millionths, for a page that makes strengths of them: rounded to whole ones, but near 0 to
+    four digits and near 1 to fp32's steps, where the logit of a score changes much with the score.
+    """
+    exact = np.asarray(scores, dtype=np.float64) * 1e6
+    millionths: list[float] = np.rint(exact).astype(np.int64).tolist()
+    for i in np.flatnonzero((exact > 0) & (exact < 1e3)):
+        millionths[i] = float(f"{exact[i]:.4g}")
+    for i in np.flatnonzero((exact > 999e3) & (exact < 1e6)):
+        millionths[i] = round(float(exact[i]), 2)
     return millionths
-
-
-def strength_of(score: Any, threshold: Any) -> Any:
-    """Return logits of scores minus those of their thresholds, and the score itself where there is no threshold."""
-    return np.where(np.isnan(threshold), score, log_odds(score) - log_odds(threshold))
 
 
 def _lines_of(value: Any, where: str = "") -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ import numpy as np
 from probemon.core.aggregate import Doubles
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import Scores
+from probemon.core.strength import shortest, strength_of
 from probemon.monitor.result import ConceptScore, Result
 from probemon.monitor.rules import Event
 from probemon.monitor.summary import summarise
@@ -32,9 +33,7 @@ class Told:
 
     def __init__(self, pack: AnyPack, top_k: int, shown: Mask | None) -> None:
         self._pack, self._top_k, self._shown = pack, top_k, shown
-        threshold = pack.alert_threshold.double().numpy()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self._logit = np.log(threshold) - np.log1p(-threshold)  # [P], NaN where there is no threshold
+        self._threshold = pack.alert_threshold.numpy()  # [P], NaN where there is none
 
     def token(
         self,
@@ -54,7 +53,7 @@ class Told:
         if self._shown is not None:
             kept = self._shown[probes]
             probes, values, fired = probes[kept], values[kept], fired[self._shown[fired]]
-        strengths = self._strengths(probes, values)
+        strengths = strength_of(values, self._threshold[probes])
         return {
             "choice": choice,
             "position": position,
@@ -78,8 +77,8 @@ class Told:
             "concept": event.concept,
             "name": event.name,
             "position": event.column,
-            "score": _short(event.value),
-            "threshold": _short(event.above),
+            "score": shortest(event.value),
+            "threshold": shortest(event.above),
             "action": action,
             "for_tokens": event.for_tokens,
             "aggregate": None if event.aggregate == "each" else event.aggregate,
@@ -110,13 +109,7 @@ class Told:
         """Return the best by strength, then those without a threshold by score, as `Result.top` ranks them."""
         bare = np.isnan(strength)
         order = np.lexsort((probes, -np.where(bare, values.astype(np.float64), strength), bare))[: self._top_k]
-        return [[int(probes[at]), _short(values[at]), _strength(strength[at])] for at in order]
-
-    def _strengths(self, probes: Any, values: Any) -> Doubles:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            exact = values.astype(np.float64)
-            strengths: Doubles = np.log(exact) - np.log1p(-exact) - self._logit[probes]
-        return strengths
+        return [[int(probes[at]), shortest(values[at]), _strength(strength[at])] for at in order]
 
 
 def about_pack(pack: AnyPack, model: str) -> dict[str, Any]:
@@ -148,16 +141,11 @@ def _concept(concept: ConceptScore) -> dict[str, Any]:
         "name": concept.name,
         "path": list(concept.path),
         "position": concept.position,
-        "score": _short(concept.score),
+        "score": shortest(concept.score),
         "threshold": _number(concept.threshold),
         "strength": _strength(concept.strength),
         "precision": _number(concept.precision),
     }
-
-
-def _short(value: Any) -> float:
-    """Return the shortest number that is this one in fp32."""
-    return float(str(np.float32(value)))
 
 
 def _strength(value: float) -> float | None:
@@ -165,4 +153,4 @@ def _strength(value: float) -> float | None:
 
 
 def _number(value: float) -> float | None:
-    return _short(value) if math.isfinite(value) else None
+    return shortest(value) if math.isfinite(value) else None

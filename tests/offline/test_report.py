@@ -9,7 +9,6 @@ import re
 import time
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 import typer
@@ -25,7 +24,6 @@ from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
 from probemon.offline.compare import compare
 from probemon.offline.report import embed, write_report
-from probemon.offline.report_data import strength_of
 from reports import write_analysis
 
 in_browser = pytest.mark.skipif(
@@ -129,13 +127,6 @@ def above_on_path(concepts, concept):
 
 
 # -- what it says --------------------------------------------------------------------------------
-
-
-def test_strengths_of_scores_that_are_nearly_one_are_told_apart():
-    score, threshold = (np.asarray(values, dtype=np.float32) for values in ([1 - 2e-7, 1 - 5e-7, 0.5], [1 - 1e-6] * 3))
-    s, t = score.astype(float), threshold.astype(float)
-    assert np.allclose(strength_of(score, threshold), np.log(s / (1 - s)) - np.log(t / (1 - t)), rtol=1e-9)
-    assert strength_of(np.float32([0.25]), np.float32([np.nan])).tolist() == [0.25]
 
 
 @in_browser
@@ -597,6 +588,37 @@ def test_tokens_that_share_characters_neither_break_nor_repeat_the_text(browser,
         "0.530 over 0.200",
         "0.900",
     ]
+
+
+@in_browser
+def test_strengths_of_scores_near_0_and_1_are_told_apart(browser, tmp_path):
+    """Thresholds as a calibration sets them for rare and for certain concepts, with scores just over them and far."""
+    thresholds = [1e-9, 3e-5, 0.999998, 0.5, 1e-12]
+    concepts = [(f"c{i}", f"concept {i}", [], threshold) for i, threshold in enumerate(thresholds)]
+    scores = {0: 1.107e-6, 1: 4e-5, 2: 0.9999994, 3: 0.9999, 4: 1.3e-9}
+    low = {0: 1.2e-9, 1: 0.2, 2: 0.9999982, 3: 0.500001, 4: 1.5e-12}
+    documents = [("d", "far near", [(0, 3, scores), (4, 8, low)], "")]
+    analysis = write_analysis(tmp_path / "a", documents, concepts)
+    path = write_report(analysis)
+    rows = analysis.scores().to_pylist()
+    bars = {row["concept"]: row["alert_threshold"] for row in analysis.concepts().to_pylist()}
+    by = {0: {}, 1: {}}
+    for row in rows:
+        by[row["position"]][row["concept"]] = row["score"], bars[row["concept"]]
+    page = browser.open(path)
+    best = {f"concept {c[1]}": max(strength(*by[at][c]) for at in by) for c in bars}
+    told = zip(texts_of(page, "#leading .name"), texts_of(page, "#leading td:nth-child(4)"), strict=True)
+    assert {name: float(said.removeprefix("strength ")) for name, said in told} == pytest.approx(best, abs=0.051)
+    page = browser.open(path, "#doc=0")
+    assert page("[...document.querySelectorAll('#text span')].map((n) => n.className)") == [
+        shade(max(strength(*pair) for pair in by[at].values()), STRENGTH) for at in by
+    ]
+    for at, of_token in by.items():
+        page.point(f"document.querySelectorAll('#text span')[{at}]")
+        order = sorted(of_token, key=lambda c: -strength(*of_token[c]))
+        assert texts_of(page, "#token .name") == [f"concept {c[1]}" for c in order]
+        told = zip(order, (pair.split(" over ") for pair in texts_of(page, "#token .number")), strict=True)
+        assert all(float(score) > float(bar) for c, (score, bar) in told if bars[c] != 0.5)
 
 
 @in_browser

@@ -1,0 +1,29 @@
+"""Strengths against logits in fp64."""
+
+import math
+
+import numpy as np
+
+from probemon.core.strength import strength_of, strength_or_score
+
+
+def test_strengths_are_logits_of_scores_minus_those_of_thresholds_however_near_0_or_1():
+    numbers = [1e-38, 1e-20, 1e-9, 1.1e-6, 0.25, 0.5, 0.999998, 1 - 2e-7, 1 - 2**-24]
+    for score in np.float32(numbers):
+        for threshold in np.float32(numbers):
+            s, t = float(score), float(threshold)
+            exact = math.log(s) - math.log1p(-s) - (math.log(t) - math.log1p(-t))
+            assert math.isclose(float(strength_of(score, threshold)), exact, rel_tol=1e-12, abs_tol=1e-12)
+
+
+def test_what_is_certain_is_infinitely_strong_and_what_equals_its_threshold_is_not():
+    score, threshold = np.float32([1, 1, 0, 0.5, 0.5]), np.float32([0.5, 1, 0, 0, 1])
+    assert strength_of(score, threshold).tolist() == [math.inf, 0, 0, math.inf, -math.inf]
+
+
+def test_without_a_threshold_there_is_no_strength_and_lists_go_by_the_score():
+    score, threshold = np.float32([0.25, 0.75]), np.float32([np.nan, 0.5])
+    assert np.isnan(strength_of(score, threshold)).tolist() == [True, False]
+    assert strength_or_score(score, threshold)[0] == 0.25 and math.isclose(
+        strength_or_score(score, threshold)[1], math.log(3), rel_tol=1e-12
+    )

@@ -3,11 +3,13 @@
 import copy
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import architectures
@@ -412,6 +414,77 @@ def test_attached_memory_is_the_same_where_layers_are_run_again(ids):
         host.gradient_checkpointing_enable()
         logits = host(ids, past_key_values=DynamicCache(config=host.config)).logits  # the layers put it aside
         assert (logits - expected).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("kind", list(CheckpointImpl))
+def test_a_layer_that_is_run_again_has_the_mask_of_its_own_forward(ids, kind):
+    """Two batches, of which only one is padded, before one backward pass that runs the memory again."""
+    host = llama().train()
+    mask = torch.ones_like(ids)
+    mask[:, :7] = 0
+    with attach_memory(host, 1, slots=5, segment=6) as attached:
+        torch.nn.init.normal_(attached.memory.output.weight)
+        found, n_calls = [], []
+        handle = attached.memory.register_forward_pre_hook(lambda *_: n_calls.append(1))
+        for again in (False, True):
+            if again:
+                host.model.layers[1] = checkpoint_wrapper(host.model.layers[1], checkpoint_impl=kind)
+            attached.memory.zero_grad()
+            loss = [host(ids, attention_mask=one, use_cache=False).logits.square().mean() for one in (mask, None)]
+            sum(loss).backward()
+            found.append([p.grad.clone() for p in attached.memory.parameters() if p.grad is not None])
+        handle.remove()
+    assert len(n_calls) == 2 + 4 and len(found[0]) == len(found[1]) > 3
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_attached_memory_in_two_threads_answers_as_alone(ids):
+    host, mask = llama(), torch.ones_like(ids)
+    mask[:, :7] = 0
+    with attach_memory(host, 1, slots=5, segment=6) as attached, torch.no_grad():
+        torch.nn.init.normal_(attached.memory.output.weight)
+        alone = [host(ids, attention_mask=one).logits for one in (mask, None)]
+        meet, found = threading.Barrier(2, timeout=60), {}
+
+        def run(i, one):
+            with torch.no_grad():
+                found[i] = host(ids, attention_mask=one).logits
+
+        def wait_for_the_other(*_):
+            meet.wait()
+
+        handle = host.model.layers[0].register_forward_pre_hook(wait_for_the_other)
+        threads = [threading.Thread(target=run, args=pair) for pair in enumerate((mask, None))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        handle.remove()
+    assert all(torch.equal(found[i], alone[i]) for i in (0, 1)) and not torch.equal(*alone)
+
+
+def test_attached_memory_refuses_several_sequences_in_a_row(ids):
+    host, length = llama(), ids.shape[1]
+    packed = torch.cat([torch.arange(20), torch.arange(length - 20)])[None].expand_as(ids)
+    ones = torch.zeros_like(ids)  # each token a sequence of its own
+    lengths = torch.tensor([0, 20, length])
+    with attach_memory(host, 1):
+        for given in ({"position_ids": packed}, {"position_ids": ones}, {"cu_seq_lens_q": lengths}):
+            for use_cache in (False, True):
+                with pytest.raises(NotSupportedDecoding, match="packed rows"):
+                    host(ids, use_cache=use_cache, **given)
+        _, cache = in_pieces(host, ids, [20])
+        with pytest.raises(NotSupportedDecoding, match="packed rows"):
+            host(ids[:, 20:], past_key_values=cache, position_ids=packed[:, 20:])
+        mask = torch.ones_like(ids)
+        mask[:, :7] = 0
+        host(
+            ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+        )  # as generate() gives them
+        with pytest.raises(NotSupportedDecoding, match="outside of a forward of its decoder"):
+            x = torch.zeros(1, 3, host.config.hidden_size)
+            host.model.layers[1](x, position_embeddings=host.model.rotary_emb(x, torch.arange(3)[None]))
 
 
 def test_attached_memory_refuses_what_it_cannot_remember(ids):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -28,6 +28,7 @@ from probemon.core.shadow import shadow
 from probemon.errors import ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.models.ltm.cache import (
     NO_BATCHES,
+    PACKED,
     cache_among,
     check_known,
     gives_cache,
@@ -39,6 +40,28 @@ from probemon.models.ltm.memory import SlotMemory
 from probemon.models.ltm.model import LtmModel
 from probemon.models.ltm.state import MemoryState
 from probemon.models.ltm.stats import stats_of
+
+_PACKED_BY = ("cu_seq_lens_q", "seq_idx")  # arguments by which a host is told that a row is of several sequences
+_MOST_AGAIN = 64  # forwards of a training whose layers may be run again
+
+
+@dataclass
+class _Forward:
+    """What a forward of the decoder was given: `ids [B, T]` (None where embeddings are), `mask [B, columns]` or None,
+    `shape` (B, T), `positions` of its tokens. `without_cache`: so the layer ran.
+    """
+
+    ids: Tensor | None = None
+    mask: Tensor | None = None
+    shape: tuple[int, ...] | None = None
+    positions: Tensor | None = None
+    without_cache: bool = False
+
+
+class _ThreadState(threading.local):
+    """What a thread has under way."""
+
+    forward: _Forward | None = None
 
 
 def attached_memories(model: Any) -> list[AttachedMemory]:
@@ -70,15 +93,15 @@ class AttachedMemory:
         weight = next(layers[self.number].parameters())
         self.memory = SlotMemory(shape, zero=True).to(weight.device, weight.dtype).eval()
         self._state: MemoryState | None = None
-        self._decoder_arguments: dict[str, Any] = {}
-        self._without_cache = False  # so the layer ran in this forward
+        self._thread = _ThreadState()
+        self._again: dict[tuple[int, ...], _Forward] = {}  # by where the layer's input lies
         self._stack, self.open = ExitStack(), False
         self._whose = uuid4().hex  # a text, which a copied or a saved cache keeps
         self._lock, self._n_generating = threading.Lock(), 0
         with ExitStack() as stack:
             stack.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(layers[self.number].register_forward_hook(self._after, with_kwargs=True).remove)
-            stack.callback(decoder.register_forward_hook(self._end, with_kwargs=True).remove)
+            stack.callback(decoder.register_forward_hook(self._end, with_kwargs=True, always_call=True).remove)
             if hasattr(model, "generate"):
                 shadow(stack, self, model, "generate", self._count)
             if hasattr(model, "init_continuous_batching"):  # whose own thread would keep our errors to itself
@@ -98,7 +121,7 @@ class AttachedMemory:
             )
         self.open = False
         self._stack.close()
-        self._state, self._decoder_arguments = None, {}
+        self._state, self._again, self._thread = None, {}, _ThreadState()
 
     def __enter__(self) -> AttachedMemory:
         return self
@@ -137,21 +160,23 @@ class AttachedMemory:
                 f"an attention mask {type(mask).__name__} of no two dimensions is not supported by a memory: give"
                 " [rows, columns], 0 for padding before a row"
             )
+        if any(kwargs.get(name) is not None for name in _PACKED_BY):
+            raise NotSupportedDecoding(PACKED)
         given = ids if ids is not None else kwargs.get("inputs_embeds")
         shape = None if given is None else tuple(given.shape[:2])
-        self._decoder_arguments = {"ids": ids, "mask": mask, "shape": shape}
-        self._without_cache = False
+        self._thread.forward = _Forward(ids, mask, shape, kwargs.get("position_ids"))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
-        self._check_stream(module, hidden)
+        forward = self._forward_of(module, args)
+        self._check_stream(module, hidden, forward.shape)
         b, t, _ = hidden.shape
-        layer = self._layer_of_cache(module, cache_among([*args, *kwargs.values()]), t)
-        mask, ids = self._decoder_arguments.get("mask"), self._decoder_arguments.get("ids")
+        layer = self._layer_of_cache(module, forward, cache_among([*args, *kwargs.values()]), t)
         n_past = 0 if layer is None else layer.get_seq_length() - t
-        padding = padding_before(mask, None if layer is None else layer.padding, b, n_past, t, hidden.device)
+        padding = padding_before(forward.mask, None if layer is None else layer.padding, b, n_past, t, hidden.device)
         valid = n_past + torch.arange(t, device=hidden.device) >= padding[:, None]
-        remembered = self.memory(hidden, None if layer is None else layer.memory, valid, ids)
+        _check_one_sequence(forward.positions, valid, n_past - padding)
+        remembered = self.memory(hidden, None if layer is None else layer.memory, valid, forward.ids)
         if layer is not None:
             layer.padding, layer.memory, layer.whose = padding, remembered.state, self._whose
             if not self.memory.training:
@@ -161,14 +186,39 @@ class AttachedMemory:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Refuse a forward whose cache did not come to the layer: the memory would begin anew in the next one."""
-        if self._without_cache and (cache_among([*args, *kwargs.values()]) is not None or gives_cache(output)):
+        forward, self._thread.forward = self._thread.forward, None
+        if forward is None or output is None or not forward.without_cache:  # no output: an error is on its way
+            return
+        if cache_among([*args, *kwargs.values()]) is not None or gives_cache(output):
             raise NotSupportedHost(
                 f"{type(module).__name__} keeps a cache, and gives layer {self.number} none: a memory there would begin"
                 " anew in every forward. Give use_cache=False, or put it on another host"
             )
 
-    def _check_stream(self, module: nn.Module, hidden: Any) -> None:
-        width, expected = self.memory.shape.hidden_size, self._decoder_arguments.get("shape")
+    def _forward_of(self, module: nn.Module, args: tuple[Any, ...]) -> _Forward:
+        """Return the forward that the layer runs in: the thread's own, or, in a backward pass that runs the layer
+        again, in whatever thread, that in which its input lay at the same place.
+        """
+        forward = self._thread.forward
+        given = next((one for one in args if isinstance(one, Tensor)), None)
+        place = () if given is None else (given.data_ptr(), *given.shape)
+        if forward is None:
+            if place not in self._again:
+                raise NotSupportedDecoding(
+                    f"layer {self.number} runs outside of a forward of its decoder, so what is padding is unknown: a"
+                    " checkpoint has to keep the layer's input where it was, and at most"
+                    f" {_MOST_AGAIN} forwards may wait for their backward pass"
+                )
+            return self._again[place]
+        if module.training and place:
+            self._again.pop(place, None)
+            self._again[place] = forward
+            while len(self._again) > _MOST_AGAIN:
+                self._again.pop(next(iter(self._again)), None)
+        return forward
+
+    def _check_stream(self, module: nn.Module, hidden: Any, expected: tuple[int, ...] | None) -> None:
+        width = self.memory.shape.hidden_size
         shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else ()
         if len(shape) != 3 or shape[2] != width or (expected is not None and shape[:2] != expected):
             rows = "rows, tokens" if expected is None else ", ".join(map(str, expected))
@@ -177,12 +227,12 @@ class AttachedMemory:
                 " memory is put on layers that hand on one stream of hidden states"
             )
 
-    def _layer_of_cache(self, module: nn.Module, cache: Any, n_new: int) -> Any:
+    def _layer_of_cache(self, module: nn.Module, forward: _Forward, cache: Any, n_new: int) -> Any:
         """The layer of the cache that keeps the memory, which holds `n_new` tokens of this forward; None without."""
         if module.training and getattr(module, "gradient_checkpointing", False):
             return None  # it leaves the cache alone: a layer that runs again would write again
         if cache is None:
-            self._without_cache = True
+            forward.without_cache = True
             return None
         layer = memory_layer(cache, self.number, n_new=n_new)
         if layer.get_seq_length() < n_new:
@@ -192,6 +242,20 @@ class AttachedMemory:
             )
         check_known(layer, layer.get_seq_length() - n_new, self._whose)
         return layer
+
+
+def _check_one_sequence(positions: Any, valid: Tensor, n_before: Tensor) -> None:
+    """Raise `NotSupportedDecoding` where the positions of a row's real tokens go back, so that a sequence begins, or
+    are 0 after the `n_before [B]` tokens of earlier forwards.
+    """
+    if not isinstance(positions, Tensor) or positions.shape[-1] != valid.shape[1]:
+        return
+    of_text = positions.dim() < 3
+    positions = (positions if of_text else positions[0]).to(valid.device).expand(valid.shape)
+    steps = positions[:, 1:] - positions[:, :-1]
+    # Hosts of images have positions of several dimensions, of which the first stands still within an image.
+    if bool(((steps < (1 if of_text else 0)) & valid[:, :-1]).any() | ((positions[:, 0] == 0) & (n_before > 0)).any()):
+        raise NotSupportedDecoding(PACKED)
 
 
 def _refuse_batches(original: Any, *args: Any, **kwargs: Any) -> NoReturn:

@@ -24,6 +24,10 @@ _CANNOT = (
     "tokens cannot be taken back from a memory: what was written over is gone. Generate without an assistant and"
     " without lookup, or begin with a new cache"
 )
+PACKED = (
+    "position_ids are not 0, 1, 2, ... over the real tokens of each row: packed rows would share one memory. Give every"
+    " text a row of its own, padded on the left"
+)
 NO_BATCHES = (
     "continuous batching packs several requests into one row, and a row has one memory: call generate() with a row for"
     " each text, padded on the left"

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from probemon.errors import ConfigError, NotSupportedDecoding
-from probemon.models.ltm.cache import NO_BATCHES, memory_layer, memory_of, padding_before
+from probemon.models.ltm.cache import NO_BATCHES, PACKED, memory_layer, memory_of, padding_before
 from probemon.models.ltm.config import LtmConfig
 from probemon.models.ltm.memory import SlotMemory
 from probemon.models.ltm.state import MemoryState
@@ -335,7 +335,4 @@ def _check_positions(given: Tensor | None, positions: Tensor, valid: Tensor) -> 
         return
     given = given.to(positions.device).expand_as(positions) if given.dim() == 2 else given[None].expand_as(positions)
     if not bool(((given == positions) | ~valid).all()):
-        raise NotSupportedDecoding(
-            "position_ids are not 0, 1, 2, ... over the real tokens of each row: packed rows would share one memory."
-            " Give every text a row of its own, padded on the left"
-        )
+        raise NotSupportedDecoding(PACKED)

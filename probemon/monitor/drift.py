@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,8 +76,8 @@ class DriftMonitor:
     """`manager`: whose runs are watched. `reference`: a `DriftReference`, or its file; None for that of the pack.
 
     Without any reference it only counts, for `freeze`, and the health of its runs says so. Threads and runs may share
-    it. Raises `ConfigError` where the reference is of other probes or thresholds than those of the manager, or of fewer
-    than 100 requests.
+    it, unless two open ones would hand it the same requests. Raises `ConfigError` where the reference is of other
+    probes or thresholds than those of the manager, or of fewer than 100 requests.
     """
 
     def __init__(self, manager: Scorer, reference: DriftReference | str | Path | None = None) -> None:
@@ -108,6 +109,7 @@ class DriftMonitor:
         self.n_alarms = self.n_requests = self.n_incomplete = self.n_of_other_hosts = 0
         self._host: Mapping[str, str] = {}
         self._lock = threading.RLock()
+        self._runs: weakref.WeakSet[RunRequests] = weakref.WeakSet()  # that are open
         self._select()
         self._total: RequestCounts
         self._uncounted: list[RequestTraits] = []  # not yet in the total
@@ -233,6 +235,22 @@ class DriftMonitor:
                 " its manager"
             )
         return RunRequests(self, model, tokenizer, guard)
+
+    def begin(self, run: RunRequests) -> None:
+        """Take the requests of a run that begins. Raises `ConfigError` where they would be counted twice."""
+        with self._lock:
+            if any(run.shares_with(other) for other in self._runs):
+                raise ConfigError(
+                    "this DriftMonitor counts the requests of an open run of this model, and this run watches the same"
+                    " ones: each would count twice, and chance would look like drift. Give attach(..., one_thread=True)"
+                    " where each thread has a run of its own, or a second run a DriftMonitor of its own"
+                )
+            self._runs.add(run)
+
+    def end(self, run: RunRequests) -> None:
+        """Forget a run."""
+        with self._lock:
+            self._runs.discard(run)
 
     # -- requests, as they end -----------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
 """RunRequests: the requests of one run, from their tokens to what a DriftMonitor compares.
 
     requests = RunRequests(drift, model, tokenizer, guard)
+    requests.open(None)                                        # with the run, which watches what every thread generates
     scorer = TokenScorer(manager, requests.after(publish))     # scores of tokens, once they are published
     score = requests.beside(scorer.score_tokens)               # their hidden states, of which norms are taken
+    requests.leave()                                           # watches no more
     requests.close()                                           # with the run: whatever is left has ended
 
 In memory is, for each request under way, what its tokens have added up to: nothing grows with their number.
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from probemon.core.hierarchy import Ints
+from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import norms_of
 from probemon.core.request_counts import (
     MOSTLY,
@@ -29,6 +31,7 @@ from probemon.core.request_counts import (
     norm_bins,
 )
 from probemon.core.scores import Scores
+from probemon.host.model import find_layers, text_config
 from probemon.monitor.failures import Guard
 from probemon.monitor.token_scorer import Publish
 from probemon.monitor.watches import Watch
@@ -51,6 +54,24 @@ class RunRequests:
         self._open: dict[Recording, _Rows] = {}
         self._compared: tuple[Watch, bool] | None = None
         self._lock, self._thread = threading.Lock(), threading.local()
+        self._only: threading.Thread | None = None
+        self._special = _special_ids(model, tokenizer)
+
+    def open(self, only: threading.Thread | None) -> None:
+        """Begin with a run, which watches what the thread `only` generates, None for all. Raises `ConfigError` where
+        another open run hands the same requests to the same DriftMonitor.
+        """
+        self._only = only
+        self.drift.begin(self)
+
+    def leave(self) -> None:
+        """Make room for another run of this model."""
+        self.drift.end(self)
+
+    def shares_with(self, other: RunRequests) -> bool:
+        """Whether a request may be one of both runs."""
+        one, another = (find_layers(requests._model)[1] for requests in (self, other))
+        return one is another and (self._only is None or other._only is None or self._only is other._only)
 
     def beside(self, score: ScoreTokens) -> ScoreTokens:
         """Return what takes the norms of tokens' states, then hands them to `score`."""
@@ -101,10 +122,10 @@ class RunRequests:
             if recording not in self._open:
                 self._end_those_before()
                 host = self.drift.identity(self._model, self._tokenizer, recording.mark)
-                self._open[recording] = _Rows(self.drift, host)
+                self._open[recording] = _Rows(self.drift, host, self._special)
             rows = self._open[recording]
         values = None if norms is None else norms.cpu().numpy()
-        rows.add(placed.rows, scores, values, comparable=self._compares(watch))
+        rows.add(placed, scores, values, comparable=self._compares(watch))
 
     def _compares(self, watch: Watch) -> bool:
         """Whether what holds now, which may have changed while the host runs, scores what the manager's settings do."""
@@ -129,10 +150,12 @@ class RunRequests:
 
 
 class _Rows:
-    """What the tokens of each row of a recording have added up to."""
+    """What the tokens of each row of a recording have added up to, without the `special` ones that it begins with: the
+    documents of a reference are counted without them, and many a host's first state is like no other.
+    """
 
-    def __init__(self, drift: DriftMonitor, host: Mapping[str, str]) -> None:
-        self.host = host
+    def __init__(self, drift: DriftMonitor, host: Mapping[str, str], special: Ints) -> None:
+        self.host, self._special = host, special
         self._place = np.full(len(drift.alert), -1, dtype=np.int64)
         self._place[drift.scored] = np.arange(len(drift.scored))
         self._shapes = {"fired": len(drift.alert), "scored": len(drift.scored), "sites": len(drift.sites)}
@@ -151,14 +174,20 @@ class _Rows:
             "norms": np.zeros((n_rows, n_sites, N_NORM_BINS), dtype=np.int32),
             "n_tokens": np.zeros(n_rows, dtype=np.int64),
             "incomplete": np.zeros(n_rows, dtype=bool),
+            "begun": np.zeros(n_rows, dtype=bool),  # a token that is not special was there
         }
         for name, values in self._rows.items():
             fresh[name][: len(values)] = values
         self._rows = fresh
 
-    def add(self, rows: Ints, scores: Scores, norms: np.ndarray | None, *, comparable: bool) -> None:
+    def add(self, placed: PlacedTokens, scores: Scores, norms: np.ndarray | None, *, comparable: bool) -> None:
+        rows = placed.rows
         if rows.size and rows.max() >= len(self._rows["n_tokens"]):
             self._grow(int(rows.max()) + 1)
+        counted = self._begun(placed)
+        if not counted.all():
+            which = np.flatnonzero(counted)
+            rows, scores, norms = rows[which], scores.take(which), None if norms is None else norms[which]
         kept, coverage = self._rows, scores.coverage
         seen = coverage.seen
         kept["incomplete"][rows[~seen | (coverage.dropped > 0) | (not comparable)]] = True
@@ -184,6 +213,21 @@ class _Rows:
             sites = np.arange(norms.shape[1])
             np.add.at(kept["norms"], (rows[at, None], sites[None], norm_bins(norms[at])), 1)
 
+    def _begun(self, placed: PlacedTokens) -> Mask:
+        """Return which of the tokens `[n]` are not among the special ones that their row begins with."""
+        before: Mask = self._rows["begun"][placed.rows]
+        if before.all():
+            return before
+        order = np.lexsort((placed.columns, placed.rows))
+        rows, plain = placed.rows[order], ~np.isin(placed.ids[order], self._special)
+        n_plain = np.cumsum(plain)
+        _, first, of_row = np.unique(rows, return_index=True, return_inverse=True)
+        begun = np.empty(len(rows), dtype=bool)
+        begun[order] = n_plain > (n_plain - plain)[first][of_row]
+        begun |= before
+        self._rows["begun"][placed.rows[begun]] = True
+        return begun
+
     def traits(self, *, known: bool) -> list[RequestTraits | None]:
         """Return those of every row that has tokens, None where they are not known."""
         kept, traits = self._rows, list[RequestTraits | None]()
@@ -203,3 +247,12 @@ class _Rows:
                 )
             )
         return traits
+
+
+def _special_ids(model: Any, tokenizer: Any) -> Ints:
+    """Return the ids of a tokenizer's special tokens; without one, that which the host's config says begins a text."""
+    ids = getattr(tokenizer, "all_special_ids", None)
+    if ids is None:
+        begins = getattr(text_config(model), "bos_token_id", None)
+        ids = [] if begins is None else np.atleast_1d(begins)
+    return np.asarray(ids, dtype=np.int64)

@@ -11,6 +11,7 @@ asks the rules; `result` reads the recordings.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -478,6 +479,9 @@ class MonitorRun:
         with ExitStack() as stack:
             self._watches.pin(stack)
             stack.enter_context(self._watcher)
+            if self._requests is not None:
+                self._requests.open(threading.current_thread() if self._one_thread else None)
+                stack.callback(self._requests.leave)
             if self.routing is not None:
                 self.routing.open(one_thread=self._one_thread)
             if self.deployment is not None:

@@ -4,6 +4,7 @@ nothing changed.
 
 import json
 import logging
+import threading
 import warnings
 from dataclasses import replace
 
@@ -117,6 +118,54 @@ def test_what_is_counted_is_what_plain_forwards_show(manager, model, rare):
     for name in ("low", "high", "flat", "highest"):
         assert (getattr(frozen.counts, name) == getattr(expected, name)[roots]).all(), name
     assert (frozen.counts.norms == expected.norms).all()
+
+
+def test_special_tokens_that_a_request_begins_with_are_not_counted(manager, rare):
+    """As in the documents of a reference that calibrate makes. One that comes later is counted."""
+    model, drift, rows, traits = make_model(), DriftMonitor(manager), [], []
+    model.config.bos_token_id = 3
+    with torch.no_grad(), manager.attach(model, drift=drift):
+        for seed, n_before in enumerate((0, 1, 2, 1)):
+            ids = prompts(seed)
+            ids[:, :n_before], ids[:, 4] = 3, 3
+            mask = torch.ones_like(ids)
+            mask[:7, 0] = 0  # padding, of which what stands there says nothing
+            whole = model.generate(ids, attention_mask=mask, **GREEDY)[:, :-1]
+            rows += [row[int((real == 0).sum()) :] for row, real in zip(whole.tolist(), mask, strict=True)]
+        model(torch.full((1, 2), 3))  # of special tokens alone: no request
+    for row in rows:
+        begin = next(i for i, token in enumerate(row) if token != 3)
+        hidden = {site: value[begin:] for site, value in states(model, rare, row).items()}
+        norms = np.stack([value.norm(dim=-1).numpy() for value in hidden.values()], axis=1)
+        traits.append(RequestTraits.of(manager.score_all(hidden).numpy(), norms, rare.alert_threshold.numpy()))
+    frozen, expected = drift.freeze(), RequestCounts.of(traits)
+    roots = [rare.find(frozen.ids[place]) for place in frozen.scored]
+    assert frozen.counts.n == 200 and (frozen.counts.fired == expected.fired).all()
+    for name in ("low", "high", "flat", "highest"):
+        assert (getattr(frozen.counts, name) == getattr(expected, name)[roots]).all(), name
+    assert (frozen.counts.norms == expected.norms).all()
+
+
+def test_a_request_counts_once_where_several_runs_are_open(manager, model, reference):
+    drift, ids = DriftMonitor(manager, reference), prompts(0, n=1)
+    with manager.attach(model, drift=drift), pytest.raises(ConfigError, match=r"same ones.*one_thread=True"):
+        manager.attach(model, drift=drift, one_thread=True).__enter__()
+    with manager.attach(model, drift=drift), manager.attach(model), manager.attach(make_model(), drift=drift):
+        model.generate(ids, **GREEDY)
+
+    def of_thread():
+        with manager.attach(model, drift=drift, one_thread=True):
+            meet.wait()
+            model.generate(ids, **GREEDY)
+            meet.wait()
+
+    meet = threading.Barrier(2, timeout=60)
+    threads = [threading.Thread(target=of_thread) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert drift.report()["n_requests"] == 3
 
 
 def test_nothing_is_raised_where_nothing_changed_and_watching_changes_nothing(manager, model, reference):

@@ -36,8 +36,8 @@ _OURS = re.compile(r"step-(\d+)")
 
 
 class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types of it
-    """Distils `bem` on `batches` into `folder/step-N`, every `every` steps and at the end, and keeps the newest `keep`
-    of them. `written`: the folders that are there, the oldest first.
+    """Distils `bem` on `batches` into `folder/step-N`, every `every` steps and at the end, and keeps the `keep`
+    of them that were written last. `written`: the folders that are there, the oldest first.
 
     `settings`: of `distil_trained`; None takes `distil`, which is nearest and quick. `how`: what else either takes.
     Where several processes train, the first one writes. Raises `ConfigError`, now for what can be known now; while it
@@ -72,11 +72,12 @@ class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     @property
     def written(self) -> list[Path]:
-        """The folders that are there, by their steps."""
+        """The folders that are there, in the order in which they were written, whichever training did."""
         if not self.folder.is_dir():
             return []
         ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name) and path.is_dir()]
-        return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
+        # Not by their steps: a training that begins anew, or earlier, writes smaller ones into the same folder.
+        return sorted(ours, key=lambda path: (path.stat().st_mtime_ns, int(path.name.removeprefix("step-"))))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.every == 0:

@@ -38,7 +38,8 @@ class RolloutSettings:
 
     `n_rollouts`: answers to each prompt.
     `max_new_tokens`: the most tokens of an answer; it ends sooner at the host's end-of-sequence token.
-    `temperature`: of the host's tokens; 0 takes the likeliest.
+    `temperature`: of the host's tokens; 0 takes the likeliest. top_k and top_p are off. What else the host's
+        generation_config asks for (a repetition penalty, suppressed tokens, min_p) holds as in its generate().
     """
 
     n_rollouts: int = 8

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -167,8 +167,14 @@ def settings_tensor(config: BemConfig, model: Any, sites: Sequence[Site]) -> Ten
 def read_saved(folder: Path) -> Saved:
     """Read an adapter's folder, and check it. Raises `BemFileError`."""
     path, weights = folder / SETTINGS, folder / WEIGHTS
-    if not path.exists() and (folder / CHECKPOINT).is_file():
-        return _read_checkpoint(folder)
+    if (folder / CHECKPOINT).is_file():
+        if not path.exists():
+            return _read_checkpoint(folder)
+        if _is_checkpoint(folder / CHECKPOINT):
+            raise BemFileError(
+                f"{folder} holds two adapters: that of {SETTINGS}, which save_pretrained wrote, and that of"
+                f" {CHECKPOINT}, which a Trainer wrote. Move the one that you do not mean to another folder"
+            )
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -196,6 +202,15 @@ def read_saved(folder: Path) -> Saved:
             f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {_AGAIN}"
         )
     return Saved(folder, weights, config, settings["host"], _read_tensors(weights))
+
+
+def _is_checkpoint(weights: Path) -> bool:
+    """Whether a file holds an adapter's `Objective`, and not a host, which may lie beside its adapter."""
+    try:
+        with safe_open(weights, "pt") as opened:
+            return any(name.startswith(f"{OF_OBJECTIVE}controller.") for name in opened.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return False
 
 
 def _read_checkpoint(folder: Path) -> Saved:

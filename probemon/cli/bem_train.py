@@ -57,7 +57,10 @@ def train(
     ] = None,
     budget: Annotated[
         str,
-        typer.Option(help="Trainable numbers: the largest rank that fits is taken, of 50000 or of 2% of the model."),
+        typer.Option(
+            help="Trainable numbers, 50000 or 2% of the model: the largest rank that fits is taken, then the width of the"
+            " controller that comes nearest, which may be a little over it."
+        ),
     ] = "",
     epochs: Annotated[float, typer.Option(help="How often each row is learned from.")] = 3.0,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 2e-3,
@@ -87,7 +90,12 @@ def train(
 
     kinds = tuple(kind.strip() for kind in sites.split(","))
     named = {"form": form, "rank": rank, "sites": kinds, "layers": layers_of(layers), "level": level, "seed": seed}
-    config = BemConfig.from_dict({**named, **other_settings(more or [])})
+    others = other_settings(more or [])
+    if budget and (chosen := sorted({"terms" if form == "kronecker" else "rank", "width"} & set(others))):
+        raise ConfigError(
+            f"--budget chooses the size of codes and of the controller: leave --set {chosen[0]} out, or it"
+        )
+    config = BemConfig.from_dict({**named, **others})
     check_sizes(most_tokens, batch)
     if not 0 < held_out <= 0.8:
         raise ConfigError(f"--held-out is {held_out}: give over 0, at most 0.8")

@@ -1,6 +1,7 @@
 """An adapter is distilled while it trains, and its training does not notice."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -56,6 +57,23 @@ def test_a_lora_is_written_every_n_steps_and_at_the_end_and_training_does_not_no
             merged.get_submodule(name).weight += last.dense(name)
         distance = (opened - merged(LESSONS[0]["input_ids"]).logits).abs().max()
     assert (distance < 1e-4) == (not how)  # a trained one is another
+
+
+def test_a_training_that_begins_anew_keeps_its_own_loras(tmp_path):
+    """In the folder of a longer one, whose steps are higher."""
+    folder, callbacks = tmp_path / "loras", []
+
+    def make(bem, every):
+        callbacks.append(DistilCallback(bem, LESSONS, folder, every=every, keep=2))
+        return callbacks[-1:]
+
+    trained(tmp_path / "first", lambda bem: make(bem, 2))
+    assert [path.name for path in callbacks[0].written] == ["step-6", "step-7"]
+    trained(tmp_path / "second", lambda bem: make(bem, 4))
+    assert [path.name for path in callbacks[1].written] == ["step-4", "step-7"]
+    (folder / "step-9").mkdir()
+    os.utime(folder / "step-9", (1, 1))  # of long ago, whatever its step
+    assert [path.name for path in callbacks[1].written] == ["step-9", "step-4", "step-7"]
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ PEFT loads.
 
 import copy
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -344,6 +345,13 @@ def test_what_a_trainer_saves_on_the_way_opens_as_an_adapter(tmp_path):
             opened.save_pretrained(tmp_path / f"adapter-{name}")
         with attach_bem(model, tmp_path / f"adapter-{name}"):
             assert torch.equal(logits_of(model), logits)
+    # A host may lie beside its adapter, and not a second adapter.
+    model.save_pretrained(tmp_path / "adapter-last")
+    with attach_bem(model, tmp_path / "adapter-last"):
+        assert torch.equal(logits_of(model), expected["last"])
+    shutil.copy(tmp_path / "checkpoint-2" / "model.safetensors", tmp_path / "adapter-last")
+    with pytest.raises(BemFileError, match=r"holds two adapters.*bem\.json.*model\.safetensors"):
+        attach_bem(model, tmp_path / "adapter-last")
     with attach_bem(model, config) as fresh:
         trainer(tmp_path / "again", 4, fresh).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         model.eval()

@@ -267,6 +267,7 @@ def test_of_a_chat_the_turns_of_the_assistant_count(words):
         (["train", "nowhere", "{rows}", "--out", "{out}", "--rank", "0"], "rank is 0: give 1 to 4096"),
         (["train", "nowhere", "{rows}", "--out", "{out}", "--layers", "3-1"], "--layers is '3-1'"),
         (["train", "nowhere", "{rows}", "--out", "{out}", "--budget", "200%"], "--budget is '200%'"),
+        (["train", "nowhere", "{rows}", "--out", "{out}", "--budget", "9", "--set", "width=8"], "leave --set width"),
         (["train", "nowhere", "{rows}", "--out", "{out}", "--set", "sights=1"], "there is no setting 'sights'"),
         (["train", "nowhere", "{rows}", "--out", "{out}", "--form", "film", "--set", "bound"], "--set is 'bound'"),
         (["train", "nowhere", "{bad}", "--out", "{out}"], "line 1 has no answer"),

@@ -92,7 +92,7 @@ def analyze(
         int,
         typer.Option(help="Workers of a Ray cluster (or of this machine) to share the work; 0: this process alone."),
     ] = 0,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
     strict: Strict = False,

@@ -58,8 +58,8 @@ def train(
     budget: Annotated[
         str,
         typer.Option(
-            help="Trainable numbers, 50000 or 2% of the model: the largest rank that fits is taken, then the width of the"
-            " controller that comes nearest, which may be a little over it."
+            help="Trainable numbers, 50000 or 2% of the model: the largest rank that fits is taken, then the width of"
+            " the controller that comes nearest, which may be a little over it."
         ),
     ] = "",
     epochs: Annotated[float, typer.Option(help="How often each row is learned from.")] = 3.0,

@@ -271,7 +271,8 @@ def safetensors(
     target: Target,
     mapping: Annotated[Path, typer.Option(help="A JSON file that says which tensors make up which probe.")],
     site: Annotated[
-        str | None, typer.Option(help=f"Where the host's state is read, whatever the mapping says: {SITES}")
+        str | None,
+        typer.Option(help=f"Where the host's state is read, but by probes that the mapping gives a site: {SITES}"),
     ] = None,
     normalize: Annotated[
         str | None, typer.Option(help="none, layernorm or rmsnorm, whatever the mapping says.")

@@ -28,11 +28,11 @@ from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
-from probemon.core.strength import strength_of, strength_or_score
 from probemon.core.token_texts import TokenTexts
 from probemon.engine.audit import Audit
 from probemon.errors import AlignmentError, ConfigError
 from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.strength import strength_of, strength_or_score
 from probemon.tracking.hand_loop import described
 from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
 from probemon.tracking.run_recordings import find_recording

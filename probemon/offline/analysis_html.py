@@ -16,11 +16,11 @@ from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike
 from probemon.core.static_html import element, fragment, path_of, table
-from probemon.core.strength import strength_or_score
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
 from probemon.offline.compare import Comparison, is_mute
 from probemon.offline.document_samples import Corpus
+from probemon.packs.strength import strength_or_score
 
 _MOST_CONCEPTS, _MOST_DIFFERING = 20, 20
 _COVERAGE = ("active", "not_reached", "dropped")  # of each token seen they make up all probes

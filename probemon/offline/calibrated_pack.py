@@ -72,9 +72,10 @@ def write_calibrated(
             f"{pack.concepts[wrong[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
             " those out of watched"
         )
-    source, recommended = pack.manifest, dict(pack.recommended)
+    source, (expand, recommended) = pack.manifest, pack.descent()
+    recommended = dict(recommended)
     alert, aggregated = pack.alert_threshold.clone(), {name: pack.thresholds_for(name) for name in pack.aggregated}
-    expand, quality = pack.expand_threshold, quality_of(pack)
+    quality = quality_of(pack)
     changes = alerts is not None and alerts.aggregator == Each()
     if alerts is not None:
         target = alert if changes else torch.full_like(alert, float("nan"))

@@ -17,9 +17,9 @@ import numpy as np
 
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike
-from probemon.core.strength import shortest, strength_or_score
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
+from probemon.packs.strength import shortest, strength_or_score
 
 BINS = 100  # columns of the concepts over the documents
 BEST = 3  # concepts named beside a document

@@ -40,7 +40,7 @@ class ConfiguredPack:
         """Configure a pack by `settings`, and by its own recommendation for what is not given. Raises `ConfigError`
         (`UnknownSetting` for a typo).
         """
-        recommended = dict(pack.recommended)
+        recommended = dict(pack.descent()[1])
         recommended_load = recommended.pop("load_threshold", None)  # that one is what "auto" means
         config = CascadeConfig.of({**recommended, **settings})
         watched = _watched(pack, config, config.exclude)
@@ -120,7 +120,7 @@ def _thresholds(
     tree, alert = pack.tree, pack.lowest_alert.numpy()
     if watched is not None:  # what is left out never fires, so nothing has to open for it
         tree, alert = without(tree, watched), np.where(watched, alert, np.float32(np.inf))
-    expand = pack.expand_threshold.numpy()
+    expand = pack.descent()[0].numpy()
     return expand_thresholds(tree, pack.score_rule, config.load_threshold, alert, expand, recommended_load)
 
 

@@ -89,6 +89,7 @@ def concepts_of(
 def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
     """Return what `PackWriter` takes for some `probes` of a pack (all), without `card`, `provenance` and `quality`."""
     at = slice(None) if probes is None else torch.from_numpy(probes)
+    expand, recommended = pack.descent()
     return {
         "name": pack.name,
         "concepts": concepts_of(pack, probes),
@@ -102,14 +103,14 @@ def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
         "input_index": pack.input_index[at],
         "softmax_group": pack.softmax_group[at],
         "alert_threshold": pack.alert_threshold[at],
-        "expand_threshold": pack.expand_threshold[at],
+        "expand_threshold": expand[at],
         "aggregated": {name: pack.thresholds_for(name)[at] for name in pack.aggregated},
         "alert_set": pack.alert_set,
         "alert_sets": {name: thresholds[at] for name, thresholds in pack.other_alert_sets().items()},
         "score_counts": {name: pack.score_counts(name)[at] for name in pack.counted},
         "familiar": pack.familiar,
         "golden_hidden": pack.golden_hidden,
-        "recommended": pack.recommended,
+        "recommended": recommended,
     }
 
 

@@ -222,7 +222,7 @@ def rename(
         made_by("rename", [pack], ids=changed),
         name=name or pack.name,
         concepts=lines,
-        recommended={**pack.recommended, **always_on(pack, new_ids=new_ids)},
+        recommended={**pack.descent()[1], **always_on(pack, new_ids=new_ids)},
         quality=_by_new_ids(quality_of(pack), changed),
         overwrite=overwrite,
     )
@@ -393,16 +393,16 @@ def _joined_settings(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, 
     recommended = {key: value for key, value in settings.items() if key in recommended_keys or value != defaults[key]}
     deep = [pack for _, pack in named if pack.tree.has_children.any()]
     rules = {
-        auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold"))
+        auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.descent()[1].get("load_threshold"))
         for pack in deep
     }
     if len(rules) > 1 or ("exact" in rules and any(bool(pack.alert_threshold.isnan().any()) for _, pack in named)):
         return recommended | {"load_threshold": "calibrated"}, torch.from_numpy(
             np.concatenate([_writable_thresholds(member) for member in members])
         )
-    if rules and any("load_threshold" in pack.recommended for pack in deep):
+    if rules and any("load_threshold" in pack.descent()[1] for pack in deep):
         recommended["load_threshold"] = rules.pop()
-    return recommended, torch.cat([pack.expand_threshold for _, pack in named])
+    return recommended, torch.cat([pack.descent()[0] for _, pack in named])
 
 
 def _writable_thresholds(member: ConfiguredPack) -> np.ndarray:
@@ -430,7 +430,7 @@ def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[di
     """
     lines = concepts_of(pack, probes)
     ids = {line["id"] for line in lines}
-    recommended = {**pack.recommended, **always_on(pack, ids)}
+    recommended = {**pack.descent()[1], **always_on(pack, ids)}
     layers = recommended.pop("base_layers", CascadeConfig.base_layers)
     base = [level for level in layers if level in pack.tree.level[probes]]
     # Where the hierarchy begins elsewhere, what is a root now is at level 0, where descents begin.

@@ -68,8 +68,8 @@ def with_hierarchy(
 
     `tree`: objects within objects (`{"animal": {"whale": {}}}`), or parents by concept (`{"whale": "animal"}`, lists
     for several). Scores stay the same, so only a pack of independent scores can be given one: by the path rule they
-    would change. Expand thresholds of another hierarchy are cleared. Raises `PackError`, `HierarchyError` for a cycle,
-    `UnknownConcept` for a name that several concepts bear.
+    would change. Expand thresholds of another hierarchy are cleared. Raises `PackError`, also
+    for a pack with bounding probes, `HierarchyError` for a cycle, `UnknownConcept` for a name of several concepts.
     """
     check_target(path, overwrite)
     pack = check_pack(pack)
@@ -77,6 +77,11 @@ def with_hierarchy(
         raise PackError(
             f"{pack.name} scores by the path rule: under other parents its scores, and so its thresholds, would be"
             " others. Train it for the hierarchy"
+        )
+    if pack.bounding:
+        raise PackError(
+            f"{pack.name} has bounding probes ({pack.concepts[pack.bounding[0]]['id']!r}), which score over what lies"
+            " below them and over nothing else: give the pack that they were put above"
         )
     parents = _parents(tree)
     labels = list(dict.fromkeys([*parents, *(parent for names in parents.values() for parent in names)]))

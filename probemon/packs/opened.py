@@ -146,6 +146,7 @@ class OpenedPack:
             self._alert_sets = {self._alert_set: self.alert_threshold, **self._alert_sets}
         self._as_stated: dict[str | None, Noted] = {self._alert_set: Noted(self.alert_threshold)}
         self._as_stated.update((name, Noted(thresholds)) for name, thresholds in self._alert_sets.items())
+        self._expand_as_stated = Noted(self.expand_threshold)
         self.familiar = familiar_of(described, tensors.read, len(self.inputs), self.architecture.hidden_size, where)
         self._holds_drift = check_drift(manifest, described, self.n_probes, len(self.sites), where)
         self.golden_error: float | None = None
@@ -558,13 +559,29 @@ class OpenedPack:
         other._aggregated = self._recommended_aggregated if is_recommended else {}
         other.aggregated = tuple(other._aggregated)
         other.input_limit, other.lowest_input_limit = np.full(self.n_probes, np.nan), math.inf  # each its own notes
-        other.expand_threshold = torch.full_like(self.expand_threshold, math.nan)
-        if self.bounding:
-            other.expand_threshold[~self.expand_threshold.isnan()] = ALWAYS
-            other.expand_threshold[self.bounding] = self.bounds_for(other.lowest_alert)[self.bounding]
-        elif self.recommended.get("load_threshold") == "calibrated":
-            other.recommended = {key: value for key, value in self.recommended.items() if key != "load_threshold"}
+        other.expand_threshold, other.recommended = self._descent_for(other.lowest_alert)
+        other._expand_as_stated = Noted(other.expand_threshold)
         return other
+
+    def descent(self) -> tuple[Tensor, dict[str, Any]]:
+        """Return the expand thresholds `[P]` and the recommended settings that hold for the alert thresholds in force.
+
+        Where these were written to (`edited`), and the expand thresholds were not, what was for the others goes, as
+        `with_alert_set` does it: a descent that does not know of lower thresholds would miss what fires by them.
+        """
+        if self.edited and not self._expand_as_stated.changed(self.expand_threshold):
+            return self._descent_for(self.lowest_alert)
+        return self.expand_threshold, self.recommended
+
+    def _descent_for(self, alert: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return expand thresholds `[P]` and recommended settings for other alert thresholds than the pack's."""
+        expand, recommended = torch.full_like(self.expand_threshold, math.nan), self.recommended
+        if self.bounding:
+            expand[~self.expand_threshold.isnan()] = ALWAYS
+            expand[self.bounding] = self.bounds_for(alert)[self.bounding]
+        elif recommended.get("load_threshold") == "calibrated":
+            recommended = {key: value for key, value in recommended.items() if key != "load_threshold"}
+        return expand, recommended
 
     @cached_property
     def bounding(self) -> list[int]:

@@ -18,11 +18,11 @@ import numpy as np
 from probemon.core.aggregate import Doubles
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import Scores
-from probemon.core.strength import shortest, strength_of
 from probemon.monitor.result import ConceptScore, Result
 from probemon.monitor.rules import Event
 from probemon.monitor.summary import summarise
 from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.strength import shortest, strength_of
 
 _MOST_STRENGTH = 100.0  # a score of 1 has an infinite one, which is no JSON
 _N_LEADING = 10

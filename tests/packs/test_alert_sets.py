@@ -20,7 +20,7 @@ from probemon.packs.copies import copy_pack
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.group import PackGroup
-from probemon.packs.hierarchies import propose
+from probemon.packs.hierarchies import propose, with_hierarchy
 from probemon.packs.opened import lowest_alert
 from probemon.packs.quantize import quantize
 
@@ -242,6 +242,57 @@ def test_bounding_probes_open_for_the_threshold_of_a_sentence_too(of_tokens, tmp
         for t, row in enumerate(listed):
             found = scores.active(t)[scores.active_scores(t) > 0.05]
             assert found[found < n].tolist() == row.nonzero()[:, 0].tolist()
+
+
+def test_under_bounding_probes_all_is_found_that_fires_by_thresholds_written_to(tmp_path):
+    """In memory, and in every pack that is made of one whose thresholds were lowered."""
+    hidden, n = torch.randn(200, HIDDEN), 60
+    flat = like_probes(tmp_path / "flat", alert_threshold=torch.full((n,), 0.95))
+    every = DynamicProbeManager(flat).score_all(hidden)
+    other = like_probes(tmp_path / "other", alert_threshold=torch.full((n,), 0.95))
+    pack = propose(flat).write(tmp_path / "tree")
+    pack.alert_threshold[len(pack.bounding) :] = 0.05
+    packs = {
+        "itself": pack,
+        "renamed": rename(pack, tmp_path / "renamed", name="renamed"),
+        "a part": subset(pack, tmp_path / "part", [concept["id"] for concept in pack.concepts]),
+        "merged": merge(
+            {"a": pack, "b": propose(other).write(tmp_path / "second")}, tmp_path / "merged", name="merged"
+        ),
+    }
+    for name, made in packs.items():
+        scores = DynamicProbeManager(made).score_tokens(hidden)
+        number = {concept["id"].removeprefix("a:"): i for i, concept in enumerate(made.concepts)}
+        wanted = {(t, number[f"c{i}"]) for t, i in (every > 0.05).nonzero().tolist()}
+        found = {(t, probe) for t in range(len(hidden)) for probe in scores.fired(t).tolist()}
+        assert len(wanted) > 100 and not wanted - found, name
+        assert scores.coverage.totals()["not_reached"], name
+    own = ProbePack.open(pack.directory)  # who writes to both knows what opens
+    own.alert_threshold[len(own.bounding) :] = 0.05
+    own.expand_threshold[own.bounding] = 0.99
+    assert DynamicProbeManager(own).pack.descent()[0] is own.expand_threshold
+    with pytest.raises(PackError, match="bounding probes"):
+        with_hierarchy(pack, {"c1": "c0"}, tmp_path / "no")
+
+
+def test_expand_thresholds_calibrated_for_others_go_with_thresholds_written_to(model, tmp_path):
+    """As they do with another set: the descent is that of a pack without any."""
+    made = make_pack(
+        tmp_path / "calibrated",
+        model,
+        n=N,
+        score_rule="independent",
+        alert_threshold=torch.full((N,), 0.9),
+        expand_threshold=torch.full((N,), 0.99),
+        recommended={"load_threshold": "calibrated"},
+    )
+    bare = make_pack(tmp_path / "bare", model, n=N, score_rule="independent", alert_threshold=torch.full((N,), 0.2))
+    made.alert_threshold[:] = 0.2
+    assert "load_threshold" not in made.descent()[1]
+    one, other = DynamicProbeManager(made).plan, DynamicProbeManager(bare).plan
+    assert np.array_equal(one.expand_threshold, other.expand_threshold)
+    again = rename(made, tmp_path / "renamed", name="renamed")
+    assert again.expand_threshold.isnan().all() and again.recommended == {}
 
 
 def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):

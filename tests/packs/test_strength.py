@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from probemon.core.strength import strength_of, strength_or_score
+from probemon.packs.strength import strength_of, strength_or_score
 
 
 def test_strengths_are_logits_of_scores_minus_those_of_thresholds_however_near_0_or_1():

@@ -101,15 +101,13 @@ class DynamicProbeManager(Scorer):
         """
         deployment.rules(self.pack)  # what is wrong with them shows now
         deployment.opentelemetry()  # what it needs is installed
-        metrics = deployment.metrics(self.pack)
-        if metrics is not None:
-            from probemon.telemetry.exporters import exporter
-
-            self.metrics = exporter(**metrics)
+        self.metrics = _shown(deployment, self.pack)
         self.deployment = deployment
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copied or unpickled manager anew, with the deployment whose rules hold."""
+        """Make a copied or unpickled manager anew, with the deployment whose rules hold. Its metrics are shown from its
+        first run on: a worker that scores corpora listens at no port.
+        """
         return *super().__reduce__(), {"deployment": self.deployment}
 
     def attach(
@@ -150,13 +148,18 @@ class DynamicProbeManager(Scorer):
             breaker=breaker,
             drift=drift,
         )
-        if self.metrics is not None:
-            run.follow(self.metrics)
+        if (metrics := self._metrics_of_runs()) is not None:
+            run.follow(metrics)
         return run
+
+    def _metrics_of_runs(self) -> ProcessMetrics | None:
+        if self.metrics is None and self.deployment is not None:
+            self.metrics = _shown(self.deployment, self.pack)
+        return self.metrics
 
     def _followed(self, prepare: Callable[[MonitorRun], object] | None) -> Callable[[MonitorRun], object] | None:
         """Return what prepares the run of a stream, and lets the metrics follow it."""
-        metrics = self.metrics
+        metrics = self._metrics_of_runs()
         if metrics is None:
             return prepare
 
@@ -270,6 +273,15 @@ class DynamicProbeManager(Scorer):
         from probemon.training.collect import collect
 
         return collect(model, tokenizer, data, out, sites=self.pack.sites if sites is None else sites, **settings)
+
+
+def _shown(deployment: Deployment, pack: Any) -> ProcessMetrics | None:
+    metrics = deployment.metrics(pack)
+    if metrics is None:
+        return None
+    from probemon.telemetry.exporters import exporter
+
+    return exporter(**metrics)
 
 
 def _kept(gap: Gap) -> None:

@@ -51,6 +51,8 @@ class Change:
         if deployment is None:
             if own is None and always_on is None and exclude is None:
                 raise ConfigError("nothing is to change: give a deployment, rules, always_on or exclude")
+            if before is not None and exclude is not None:
+                _check_counted(manager, before, exclude)
             return cls(None, None, own, always_on, exclude)
         if always_on is not None or exclude is not None:
             raise ConfigError("a deployment says what is always_on and excluded: give the one or the other")
@@ -58,6 +60,7 @@ class Change:
             raise ConfigError("this run began without a deployment: make its manager by from_deployment")
         newer = deployment if isinstance(deployment, Deployment) else Deployment.read(deployment)
         before.check_only_rules_differ(newer)
+        newer.metrics(manager.pack)  # what is counted may be excluded now
         filed = newer.rules(manager.pack)
         named: list[list[str]] = [newer.content.get(name, []) for name in ("always_on", "exclude")]
         with newer.errors_of_settings():
@@ -78,6 +81,17 @@ class Change:
             exclude=self.exclude,
             deployment=None if self.deployment is None else self.deployment.sha256,
         )
+
+
+def _check_counted(manager: Scorer, deployment: Deployment, exclude: Wanted) -> None:
+    """Raise `ConfigError` where the metrics of a deployment count a concept by name that is to be excluded."""
+    metrics, watched = deployment.metrics(manager.pack), manager.plan_with((), exclude=exclude).watched
+    for concept in () if metrics is None or watched is None else metrics["concepts"]:
+        if not watched[manager.pack.find(concept)]:
+            raise ConfigError(
+                f"exclude leaves out {concept!r:.80}, which metrics of {deployment.name} count, so that its count would"
+                " stay where it is: watch it, or do not count it"
+            )
 
 
 def _made(manager: Scorer, rule: Mapping[str, Any]) -> list[Rule]:

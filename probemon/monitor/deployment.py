@@ -63,6 +63,9 @@ class Deployment:
         self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
         self._rules: tuple[AnyPack, list[Rule]] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_rules": None}  # a copy makes its own of its pack: judges hold connections
+
     @classmethod
     def read(cls, path: str | Path) -> Deployment:
         """Read a file, YAML or JSON. Raises `DeploymentError` with the line of the first thing that is wrong."""

@@ -97,8 +97,9 @@ class CorpusScorer:
         scorer = CorpusScorer(manager, model, tokenizer, Reading())
         for scored in scorer.score(shards(documents)): scored.ptr, scored.scores
 
-    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack is
-    for another host, `NotSupportedHost` where the host has an encoder, `ConfigError` where it is training.
+    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack, or
+    the manager's deployment, is for another host, `NotSupportedHost` where the host has an encoder, `ConfigError` where
+    it is training.
     """
 
     def __init__(
@@ -114,6 +115,9 @@ class CorpusScorer:
         so_far = manager.pack.scope == SO_FAR
         self.reader = StateReader(model, tokenizer, manager.pack.sites, reading, so_far=so_far)
         check_host(manager.pack, self.reader.host, strict=strict)
+        deployment: Any = getattr(manager, "deployment", None)  # what it states of the host holds here, too
+        if deployment is not None:
+            deployment.check_host(manager.pack, model)
         self.manager = manager
         self.strategy = manager.strategy.batch  # may be set to another before anything is scored
         self._plan = manager.plan if floor is None else manager.plan.with_floor(floor)

@@ -128,10 +128,10 @@ class RoutingRecorder:
     def add_sink(self, sink: Any, *, max_batches: int = 1024) -> Delivery:
         """Send every record to a sink, in a thread of its own, until the block ends.
 
-        Sinks are `RoutingJsonLines`, `RoutingParquet` and `CallbackSink`.
+        Sinks are `RoutingJsonLines`, `RoutingParquet` and `CallbackSink`. Raises `ConfigError` once the block has
+        ended, as `listen` and `on_alert` do.
         """
-        if self._closed:
-            raise ConfigError("the block has ended, so this sink would be given nothing: add it before")
+        self._check_not_ended("this sink")
         if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
             raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.telemetry.records")
         if not self.sources:
@@ -148,7 +148,12 @@ class RoutingRecorder:
         With beams it is called when `generate()` returns.
         """
         check_callable("listen", listener)
+        self._check_not_ended("this listener")
         self._listeners.append(listener)
+
+    def _check_not_ended(self, what: str) -> None:
+        if self._closed:
+            raise ConfigError(f"the block has ended, so {what} would be given nothing: give it before")
 
     def watches(self, bem: Any) -> bool:
         """Whether it records the codes of this adapter."""
@@ -157,6 +162,7 @@ class RoutingRecorder:
     def on_alert(self, action: Callable[[Alert], object]) -> None:
         """Call `action(alert)` where an alert is raised or cleared, in the thread that generates."""
         check_callable("on_alert", action)
+        self._check_not_ended("this action")
         self._on_alert.append(action)
 
     @property

@@ -23,6 +23,7 @@ from probemon.host.fingerprint import fingerprint
 from probemon.host.identity import stated_host
 from probemon.monitor.deployment import SCHEMA, Deployment
 from probemon.monitor.deployment_cost import cost_of
+from probemon.monitor.escalation import Escalate
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -162,6 +163,13 @@ def test_a_copied_manager_has_the_rules_too(folder, copied):
     assert len(run.deployment.rules(manager.pack)) == 13 and manager.audit_rate == 1
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
+def test_a_manager_whose_rules_have_judges_is_copied_too(folder, copied):
+    text = text_of(folder).replace("action: record", f"{JUDGED}pass", 1)
+    manager = copied(DynamicProbeManager.from_deployment(written(folder, text)))
+    assert [isinstance(rule.action, Escalate) for rule in manager.deployment.rules(manager.pack)].count(True) == 1
+
+
 JUDGE = """judge: {url: "http://localhost:1/v1", model: guard}
     within: 2
     meanwhile: hold"""
@@ -275,6 +283,11 @@ def test_another_host_is_refused_by_its_line(folder):
         pytest.raises(HostMismatch, match=r"yaml, line 5: host"),
     ):
         manager.attach(make_model(seed=1))
+    with (
+        pytest.warns(UserWarning, match="weights are others"),
+        pytest.raises(HostMismatch, match=r"yaml, line 5: host"),
+    ):
+        manager.analyze(make_model(seed=1), make_tokenizer(), ["w5 w6"], folder / "analysed")
     with pytest.raises(ConfigError, match="keep_top_k is for the deployment file to say"):
         DynamicProbeManager.from_deployment(folder / "watch.yaml", keep_top_k=3)
     with pytest.raises(DeploymentError, match="is no file"):

@@ -1,7 +1,9 @@
 """The metrics that a deployment file asks for are shown at its port, by one exporter for all managers made of it."""
 
+import copy
 import hashlib
 import json
+import pickle
 import socket
 import urllib.request
 
@@ -63,6 +65,32 @@ def test_runs_of_a_file_are_counted_at_its_port(model, folder):
     assert f'deployment="{manager.deployment.sha256}"' in next(one for one in found if one.startswith("probemon_info"))
     with pytest.raises(ConfigError, match=rf"port {port} name c1, c3, .* already"):
         DynamicProbeManager.from_deployment(written(folder, concepts=["c2"], port=port))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
+def test_a_copied_manager_counts_as_the_first_does(model, folder, copied):
+    port = free_port()
+    manager = DynamicProbeManager.from_deployment(written(folder, port=port))
+    for n, one in enumerate((manager, copied(manager)), 1):
+        with one.attach(model):
+            model.generate(PROMPT, **GREEDY)
+        assert shown(port)['probemon_tokens_total{phase="prompt",unseen=""}'] == 5 * n
+    list(copied(manager).stream(model, make_tokenizer(), "the cat sat", **GREEDY))
+    assert shown(port)['probemon_tokens_total{phase="prompt",unseen=""}'] > 10
+
+
+def test_what_is_counted_by_name_cannot_be_left_out_while_a_run_goes_on(model, folder):
+    path, port = folder / "watch.json", free_port()
+    manager = DynamicProbeManager.from_deployment(written(folder, concepts=["c7"], port=port))
+    with manager.attach(model) as run:
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "exclude": ["c7"]}))
+        with pytest.raises(DeploymentError, match=r"metrics\.concepts: 'concept 7' is left out"):
+            run.update(path)
+        with pytest.raises(ConfigError, match="exclude leaves out 'c7', which metrics of watch.json count"):
+            run.update(exclude=["c7"])
+        assert len(run.watches) == 1
+        run.update(exclude=["c9"])
 
 
 def test_an_edited_file_is_what_is_watched_from_then_on(model, folder):

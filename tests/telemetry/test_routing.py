@@ -345,6 +345,9 @@ def test_what_cannot_be_called_is_refused_when_it_is_given(mixtral):
             with pytest.raises(ConfigError, match=f"{add.__name__} is given None: give a function to call"):
                 add(None)
         mixtral.generate(PROMPT, **GREEDY)
+    for add in (monitor.listen, monitor.on_alert, monitor.add_sink):
+        with pytest.raises(ConfigError, match="the block has ended"):
+            add(CallbackSink(print) if add == monitor.add_sink else print)
 
 
 def test_hosts_without_routers_are_refused_before_anything_is_attached(model, manager_of=None):

@@ -87,7 +87,7 @@ def test_what_is_counted_by_name_cannot_be_left_out_while_a_run_goes_on(model, f
         path.write_text(json.dumps({**content, "exclude": ["c7"]}))
         with pytest.raises(DeploymentError, match=r"metrics\.concepts: 'concept 7' is left out"):
             run.update(path)
-        with pytest.raises(ConfigError, match="exclude leaves out 'c7', which metrics of watch.json count"):
+        with pytest.raises(ConfigError, match=r"exclude leaves out 'c7', which metrics of watch\.json count"):
             run.update(exclude=["c7"])
         assert len(run.watches) == 1
         run.update(exclude=["c9"])

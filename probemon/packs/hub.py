@@ -101,10 +101,10 @@ def find(
 
 
 def _check_set(pack: OpenedPack) -> None:
-    """Raise `ConfigError` where other alert thresholds are in force than the files, which are copied, recommend."""
-    if pack.edited:
+    """Raise `ConfigError` where other thresholds are in force than the files, which are copied, recommend."""
+    if pack.rewritten:
         raise ConfigError(
-            f"the alert thresholds of {pack.name} were written to since it was opened, and its files, which are copied,"
+            f"thresholds of {pack.name} were written to since it was opened, and its files, which are copied,"
             " have those from before: write a pack with the new ones with probemon.packs.edit.rename"
         )
     recommended = pack.manifest.get("alert_set")

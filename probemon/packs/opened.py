@@ -147,6 +147,7 @@ class OpenedPack:
         self._as_stated: dict[str | None, Noted] = {self._alert_set: Noted(self.alert_threshold)}
         self._as_stated.update((name, Noted(thresholds)) for name, thresholds in self._alert_sets.items())
         self._expand_as_stated = Noted(self.expand_threshold)
+        self._aggregated_as_stated = {name: Noted(thresholds) for name, thresholds in self._aggregated.items()}
         self.familiar = familiar_of(described, tensors.read, len(self.inputs), self.architecture.hidden_size, where)
         self._holds_drift = check_drift(manifest, described, self.n_probes, len(self.sites), where)
         self.golden_error: float | None = None
@@ -284,9 +285,9 @@ class OpenedPack:
         """Unpickled, a pack is opened again from its directory, which must hold the same one. Raises `ConfigError`
         where thresholds were written to, which the directory does not have.
         """
-        if self.edited:
+        if self.rewritten:
             raise ConfigError(
-                f"the alert thresholds of {self.name} were written to since it was opened, and it is pickled as how to"
+                f"thresholds of {self.name} were written to since it was opened, and it is pickled as how to"
                 " open it again: write a pack with the new ones with probemon.packs.edit.rename"
             )
         return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest, self._alert_set)
@@ -501,10 +502,17 @@ class OpenedPack:
 
     @property
     def edited(self) -> bool:
-        """Whether the alert thresholds in force were written to since the pack was opened: then they are of no set, and
-        nobody knows how often what fires is right.
+        """Whether the alert thresholds in force, those of running scores among them, were written to since the pack was
+        opened: then they are of no set, and nobody knows how often what fires is right.
         """
-        return self._as_stated[self._alert_set].changed(self.alert_threshold)
+        return self._as_stated[self._alert_set].changed(self.alert_threshold) or any(
+            self._aggregated_as_stated[name].changed(thresholds) for name, thresholds in self._aggregated.items()
+        )
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether thresholds of any kind were written to since the pack was opened, so that its files have others."""
+        return self.edited or self._expand_as_stated.changed(self.expand_threshold)
 
     @property
     def alert_set(self) -> str | None:
@@ -548,15 +556,18 @@ class OpenedPack:
         if name not in self._alert_sets:
             known = ", ".join(self._alert_sets) or "none that has a name"
             raise ConfigError(f"{self.name} has no set of alert thresholds {name!r:.80}: it has {known}")
-        if self._as_stated[name].changed(self._alert_sets[name]):
+        is_recommended = name == self.manifest.get("alert_set")
+        further = self._recommended_aggregated if is_recommended else {}
+        if self._as_stated[name].changed(self._alert_sets[name]) or any(
+            self._aggregated_as_stated[aggregator].changed(thresholds) for aggregator, thresholds in further.items()
+        ):
             raise ConfigError(
                 f"the alert thresholds {name!r} of {self.name} were written to since it was opened: open it again"
             )
         other = type(self).__new__(type(self))  # copy.copy would open the files again
         vars(other).update(vars(self))
         other._alert_set, other.alert_threshold = name, self._alert_sets[name]
-        is_recommended = name == self.manifest.get("alert_set")
-        other._aggregated = self._recommended_aggregated if is_recommended else {}
+        other._aggregated = further
         other.aggregated = tuple(other._aggregated)
         other.input_limit, other.lowest_input_limit = np.full(self.n_probes, np.nan), math.inf  # each its own notes
         other.expand_threshold, other.recommended = self._descent_for(other.lowest_alert)

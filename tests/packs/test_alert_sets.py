@@ -267,12 +267,42 @@ def test_under_bounding_probes_all_is_found_that_fires_by_thresholds_written_to(
         found = {(t, probe) for t in range(len(hidden)) for probe in scores.fired(t).tolist()}
         assert len(wanted) > 100 and not wanted - found, name
         assert scores.coverage.totals()["not_reached"], name
+    own = ProbePack.open(packs["a part"].directory)
+    with pytest.raises(ConfigError, match="written to"):
+        own.expand_threshold[0] = 0.9
+        pickle.dumps(own)
+    with pytest.raises(ConfigError, match="written to"):
+        own.save_pretrained(tmp_path / "saved")
     own = ProbePack.open(pack.directory)  # who writes to both knows what opens
     own.alert_threshold[len(own.bounding) :] = 0.05
     own.expand_threshold[own.bounding] = 0.99
     assert DynamicProbeManager(own).pack.descent()[0] is own.expand_threshold
     with pytest.raises(PackError, match="bounding probes"):
         with_hierarchy(pack, {"c1": "c0"}, tmp_path / "no")
+
+
+def test_under_bounding_probes_all_is_found_that_is_listed_by_a_sentences_threshold_written_to(tmp_path):
+    hidden, n = torch.randn(200, HIDDEN), 60
+    each = torch.full((n,), 0.95)
+    flat = like_probes(tmp_path / "flat", alert_threshold=each, alert_set="usual", aggregated={"max": 0.9})
+    every = DynamicProbeManager(flat).score_all(hidden)
+    pack = propose(flat).write(tmp_path / "tree")
+    pack.thresholds_for("max")[len(pack.bounding) :] = 0.05
+    assert pack.edited and pack.alert_set is None
+    with pytest.raises(ConfigError, match="written to"):
+        pickle.dumps(pack)
+    with pytest.raises(ConfigError, match="written to"):
+        pack.with_alert_set("usual")
+    members = [pack.find(f"c{i}") for i in range(n)]
+    for made in (pack, rename(pack, tmp_path / "renamed", name="renamed")):
+        scores = DynamicProbeManager(made).score_tokens(hidden)
+        found = {
+            (t, int(probe))
+            for t in range(len(hidden))
+            for probe in scores.active(t)[scores.active_scores(t) > 0.05]
+            if probe in members
+        }
+        assert found == {(t, members[i]) for t, i in (every > 0.05).nonzero().tolist()} and len(found) > 1000
 
 
 def test_expand_thresholds_calibrated_for_others_go_with_thresholds_written_to(model, tmp_path):

@@ -86,7 +86,9 @@ class Change:
 def _check_counted(manager: Scorer, deployment: Deployment, exclude: Wanted) -> None:
     """Raise `ConfigError` where the metrics of a deployment count a concept by name that is to be excluded."""
     metrics, watched = deployment.metrics(manager.pack), manager.plan_with((), exclude=exclude).watched
-    for concept in () if metrics is None or watched is None else metrics["concepts"]:
+    if metrics is None or watched is None:
+        return
+    for concept in metrics["concepts"]:
         if not watched[manager.pack.find(concept)]:
             raise ConfigError(
                 f"exclude leaves out {concept!r:.80}, which metrics of {deployment.name} count, so that its count would"

@@ -142,7 +142,9 @@ class RunRequests:
 
     def _end(self, recording: Recording) -> None:
         rows = self._open.pop(recording)
-        for traits in rows.traits(known=recording.beams is None and not recording.host_changed):
+        # What goes on from a cache had its beginning elsewhere, and is like no whole request.
+        whole = recording.call.first_column <= 0
+        for traits in rows.traits(known=whole and recording.beams is None and not recording.host_changed):
             if traits is None:
                 self.drift.leave_out()
             else:

@@ -32,12 +32,14 @@ MEANWHILE, ON_FAILURE = (HOLD, PASS, STOP), (PASS, STOP, RAISE)
 class Question:
     """What a judge is asked: `event` was met, and `text` is the end of its row, that token included, as the run's
     tokenizer decodes it ("" without one). `ids` are its tokens. The answer is wanted `within` so many seconds.
+    `n_missing`: how many tokens would belong before these, and are not known, since they came in a cache.
     """
 
     event: Event
     ids: tuple[int, ...]
     text: str
     within: float
+    n_missing: int = 0
 
 
 Judge = Callable[[Question], str | tuple[str, str]]

@@ -30,10 +30,14 @@ _TELL_SECONDS = 1.0  # that the end of a run waits for followers to hear of a ve
 
 
 class _Open:
-    """A question. `event` gets the verdict; `followed`: what it says was done, or was done before it came."""
+    """A question. `event` gets the verdict; `followed`: what it says was done, or was done before it came. `n_missing`:
+    of a `Question`.
+    """
 
-    def __init__(self, escalate: Escalate, event: Event, ids: tuple[int, ...], run: Escalations) -> None:
-        self.escalate, self.event, self._ids, self._run = escalate, event, ids, run
+    def __init__(
+        self, escalate: Escalate, event: Event, ids: tuple[int, ...], n_missing: int, run: Escalations
+    ) -> None:
+        self.escalate, self.event, self._ids, self._n_missing, self._run = escalate, event, ids, n_missing, run
         self.followed = escalate.meanwhile == STOP
         self.asked = Asked(
             self._ask,
@@ -51,7 +55,7 @@ class _Open:
     def _ask(self) -> Any:
         tokenizer = self._run.tokenizer
         text = "" if tokenizer is None else tokenizer.decode([token for token in self._ids if token != NO_ID])
-        return self.escalate.judge(Question(self.event, self._ids, text, self.escalate.within))
+        return self.escalate.judge(Question(self.event, self._ids, text, self.escalate.within, self._n_missing))
 
     def _join(self, verdict: Verdict) -> None:
         before, self.event = self.event, replace(self.event, verdict=verdict)
@@ -93,8 +97,8 @@ class Escalations:
 
     def ask(self, escalate: Escalate, event: Event, generation: Generation) -> None:
         """Put an event to the judge of an action."""
-        ids = last_ids(generation.recording, event.row, event.column, escalate.last_tokens)
-        question = _Open(escalate, event, ids, self)
+        ids, n_missing = last_ids(generation.recording, event.row, event.column, escalate.last_tokens)
+        question = _Open(escalate, event, ids, n_missing, self)
         asked = question.asked
         with self._lock:
             own = self._own.setdefault(generation, _OfGeneration())
@@ -173,9 +177,10 @@ class Escalations:
                 own.in_vain[id(escalate)] = max(used, own.in_vain.get(id(escalate), 0.0))
 
 
-def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[int, ...]:
+def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[tuple[int, ...], int]:
     """Return the ids of the last `n` tokens of a row of a recording and of the turns before it, up to a column; fewer
-    where these hold fewer. Those whose scores are forgotten count, too.
+    where these hold fewer. Those whose scores are forgotten count, too, and those that came in a cache. Return also how
+    many there would be more, of which nobody knows the ids.
     """
     ids: list[int] = []
     turn: Recording | None = recording
@@ -190,4 +195,9 @@ def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[int, 
             if len(ids) >= n:
                 break
         end, turn = min(end, turn.call.first_column), earlier
-    return tuple(ids[-n:])
+    n_missing = 0
+    if len(ids) < n and end > recording.offset:
+        before = recording.ids_before(row, end)
+        n_missing = 0 if before is not None else min(n - len(ids), end - recording.offset)
+        ids = [*([] if before is None else before.tolist()), *ids]
+    return tuple(ids[-n:]), n_missing

@@ -180,7 +180,10 @@ class _RunEvents(Follower):
     def ended(self, recording: Recording, error: BaseException | None) -> None:
         assert self._run is not None
         met, n_rules = sorted(self._met.pop(recording.number, ())), len(self._run.watches[-1].rules)
-        tokens, covered, unseen = Counter[str](), Counter[str](), recording.why_unseen
+        tokens, covered, unseen = Counter[str](), Counter[str](), Counter(recording.why_unseen)
+        if n_before := recording.n_before():  # they came in a cache, and no forward of this generation had them
+            unseen[recording.before] += n_before
+            tokens["prompt"] += n_before
         for placed, scores in list(zip(recording.placed, recording.scores, strict=False)):
             coverage = scores.coverage
             tokens["prompt" if placed.phase == PROMPT else "generated"] += len(placed)
@@ -189,8 +192,8 @@ class _RunEvents(Follower):
         attributes: dict[str, Any] = {
             "gen_ai.evaluation.name": "probemon.generation",
             "gen_ai.evaluation.explanation": (
-                f"{len(met)} concepts of {n_rules} rules; {unseen.total()} of {recording.n_entries} tokens unseen;"
-                f" {covered['active']} of {n_pairs} scores known, {covered['dropped']} dropped"
+                f"{len(met)} concepts of {n_rules} rules; {unseen.total()} of {recording.n_entries + n_before} tokens"
+                f" unseen; {covered['active']} of {n_pairs} scores known, {covered['dropped']} dropped"
             ),
             "probemon.rows": recording.call.n_rows,
             "probemon.rules": n_rules,

@@ -287,6 +287,7 @@ class ContinuousBatches:
             SequenceColumns(len(prompt)),
             request=request_id,
             before=SHARED,
+            prompt=np.asarray([prompt], dtype=np.int64),
             earlier=forked,
         )
         return Generation(recording, GenerateCall(len(prompt), 0), stop_all=self._stop_new)

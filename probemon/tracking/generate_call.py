@@ -47,6 +47,7 @@ class GenerateCall:
     `chunked`: the prompt comes in pieces.
     `n_beams`, `n_sequences`: rows that a prompt is searched with, and those returned for it.
     `cache`, `cached`: what it came with, and how many columns are in it.
+    `ids [B, L]`: of the prompt, from column `offset` on, where part of it is in a cache and they were given.
     `ways`: what the host must be able to do for it, of `probemon.host.trials.WAYS`.
     `length`: columns there may be in the end.
     """
@@ -59,6 +60,7 @@ class GenerateCall:
     n_sequences: int = 1
     cached: int = 0
     cache: Any = None
+    ids: Any = None
     ways: frozenset[str] = frozenset()
     length: int = 0
 
@@ -128,6 +130,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
         raise ConfigError(
             f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token"
         )
+    options["ids"] = ids if options["cached"] else None
     mask = given.get("attention_mask")
     if mask is None or mask.dim() != 2:
         return GenerateCall(width, 0, **options)

@@ -73,7 +73,8 @@ class Recording:
 
     `output`, `ids [B, L]`: what `generate()` returned and a copy of its ids, once it has. `retained [B, P]`: the sets
     that the next generated token starts from. `number`: which one of its run. `request`: its id in continuous batching.
-    `before`: why columns before the first were not seen. `mark`, `mark_after`: what the host was when it began, and
+    `before`: why columns before the first were not seen; `prompt [b, L]`: the ids of a prompt from column `offset` on,
+    where some of them may stand there. `mark`, `mark_after`: what the host was when it began, and
     once it had run what is recorded. `switched`: other adapters were on in some forward. `done`: nothing more will
     come. `changed_before`: the host changed in what is forgotten. `n_entries` were added, the first `n_forgotten` of
     them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in its process. `watches`:
@@ -98,6 +99,7 @@ class Recording:
     number: int = 0
     request: str = ""
     before: str = BEFORE
+    prompt: Ints | None = None
     done: bool = False
     n_entries: int = 0
     n_generated: int = 0
@@ -168,6 +170,29 @@ class Recording:
     def retain(self, rows: Ints, sets: Mask) -> None:
         """Replace the sets of these rows by `sets [len(rows), P]`."""
         self._retained()[rows] = sets
+
+    def ids_before(self, row: int, end: int) -> Ints | None:
+        """Return the ids of a row's tokens in columns `offset` to `end` of its prompt, None if they are not known."""
+        if self.prompt is None or end > self.offset + self.prompt.shape[1]:
+            return None
+        # Of a prompt that is answered several times, rows lie side by side.
+        ids: Ints = self.prompt[row * len(self.prompt) // max(1, self.call.n_rows), : max(0, end - self.offset)]
+        return ids[self._real(self.call.n_rows, len(ids))[row]]
+
+    def n_before(self) -> int:
+        """Return how many tokens stand before its first column that no turn of this run showed: they are of a cache."""
+        first, n_rows = self.call.first_column, self.call.n_rows
+        if first <= self.offset:
+            return 0
+        hidden = self._real(n_rows, first - self.offset)
+        hidden[:, : max(0, self._forgotten_before() - self.offset)] = False
+        end, turn = first, self.earlier
+        while turn is not None:
+            for placed in list(turn.placed):
+                here = (placed.columns < end) & (placed.columns >= self.offset)
+                hidden[placed.rows[here], placed.columns[here] - self.offset] = False
+            end, turn = min(end, turn.call.first_column), turn.earlier
+        return int(hidden.sum())
 
     def keep_output(self, output: Any, ids: Ints, mark: HostMark) -> None:
         """Keep what the generation returned, its ids `[B, L]`, and what its host was when it ended."""

@@ -231,6 +231,7 @@ class Watcher:
             SequenceColumns(prompt.columns, speculative=prompt.speculative),
             prompt.offset,
             beams=Beams(prompt.n_beams, prompt.columns - prompt.offset) if prompt.n_beams > 1 else None,
+            prompt=None if prompt.ids is None else prompt.ids.detach().cpu().numpy(),
         )
         generation = Generation(recording, prompt)
         with self._following(generation):

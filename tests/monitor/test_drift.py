@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import normalizers
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 from blinded import Blinded
 from conftest import PAD, make_model, make_pack
@@ -144,6 +145,28 @@ def test_special_tokens_that_a_request_begins_with_are_not_counted(manager, rare
     for name in ("low", "high", "flat", "highest"):
         assert (getattr(frozen.counts, name) == getattr(expected, name)[roots]).all(), name
     assert (frozen.counts.norms == expected.norms).all()
+
+
+def test_what_goes_on_from_a_cache_is_left_out(manager, model, reference):
+    """Nobody saw its beginning, or it was counted with another request; a reference has whole ones."""
+    drift, cache, ids = DriftMonitor(manager, reference), DynamicCache(config=model.config), prompts(0, n=1)
+    with torch.no_grad():
+        model(ids[:, :3], past_key_values=cache)
+    batching = ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=64)
+    with manager.attach(model, drift=drift) as run:
+        out = model.generate(ids, past_key_values=cache, **GREEDY)
+        model.generate(torch.cat([out, ids], 1), past_key_values=cache, **GREEDY)
+        assert (drift.n_requests, drift.n_incomplete) == (0, 1)  # of the second it is not known yet that it has ended
+        model.generate(ids, **GREEDY)
+        out = model.generate_batch(
+            [[*range(3, 19), 30 + i] for i in range(4)],
+            generation_config=GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=PAD),
+            continuous_batching_config=batching,
+            progress_bar=False,
+        )
+    result = run.result(out)
+    rows = {int(row) for row, why in zip(result.row, result.coverage.unseen, strict=True) if "shared" in why}
+    assert rows and (drift.n_requests, drift.n_incomplete) == (1 + 4 - len(rows), 2 + len(rows))
 
 
 def test_a_request_counts_once_where_several_runs_are_open(manager, model, reference):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import get_current_span
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from blinded import Blinded
@@ -254,6 +254,53 @@ def test_a_judge_is_shown_what_earlier_turns_on_the_cache_said(manager, model):
         assert list(question.ids) == out[0, : question.event.column + 1].tolist()
 
 
+@pytest.mark.parametrize("last_tokens", [3, 64])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_judge_is_shown_what_came_in_a_cache(manager, model, last_tokens, n):
+    """That was filled before the run, also beside padding and where rows are copied; nobody scored that."""
+    questions, cache = [], DynamicCache(config=model.config)
+    escalate = Escalate(
+        lambda question: questions.append(question) or "pass", SLOW, "hold", "raise", last_tokens=last_tokens
+    )
+    with torch.no_grad():
+        model(BATCH[:, :4], attention_mask=MASK[:, :4], past_key_values=cache)
+    cache.batch_repeat_interleave(n)
+    ids, mask = (torch.cat([one, one[:, 2:]], dim=1).repeat_interleave(n, dim=0) for one in (BATCH, MASK))
+    _, out = run_with(manager, model, escalate, ids=ids, attention_mask=mask, past_key_values=cache)
+    assert len(questions) == 3 * n
+    for question in questions:
+        row, end = question.event.row, question.event.column + 1
+        own = [int(token) for token, real in zip(out[row, :end], [*mask[row], *[1] * 14], strict=False) if real]
+        assert list(question.ids) == own[-last_tokens:] and question.n_missing == 0
+
+
+def test_a_judge_is_shown_what_a_request_shares_with_another(manager, model):
+    questions, prompts = [], [[*range(3, 19), 30 + i] for i in range(4)]
+    escalate = Escalate(lambda question: questions.append(question) or "pass", SLOW, "hold", "raise", last_tokens=64)
+    with manager.attach(model) as run:
+        run.on("c9", above=0.0, action=escalate)
+        out = model.generate_batch(
+            prompts,
+            generation_config=GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=PAD),
+            continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=64),
+            progress_bar=False,
+        )
+    assert len(questions) == 4 and any("shared" in why for why in run.result(out).coverage.unseen)
+    for question in questions:
+        whole = [*out[question.event.request].prompt_ids, *out[question.event.request].generated_tokens]
+        assert list(question.ids) == whole[: question.event.column + 1] and question.n_missing == 0
+
+
+def test_of_what_nobody_knows_it_is_said_how_much_is_missing():
+    """A cache of which the ids were not given: vLLM's prefix cache."""
+    recording = Recording(SequenceColumns(6), 0, n_probes=1)
+    recording.begin(4, 1, None)
+    at = np.array([4, 5, 6])
+    recording.add(PlacedTokens(np.zeros(3, dtype=np.int64), at, at, at + 10, 1), Scores.nothing(3, 1, "not here", 1))
+    assert last_ids(recording, 0, 6, 64) == ((14, 15, 16), 4) and last_ids(recording, 0, 6, 5) == ((14, 15, 16), 2)
+    assert last_ids(recording, 0, 6, 3) == ((14, 15, 16), 0)
+
+
 def test_the_end_of_a_row_is_up_to_the_token_of_the_event():
     """Also where later tokens of it came in the same batch, and where an earlier batch has the beginning."""
     recording = Recording(SequenceColumns(2), 0, n_probes=1)
@@ -261,8 +308,8 @@ def test_the_end_of_a_row_is_up_to_the_token_of_the_event():
     for columns, ids, phase in (([0, 1, 0, 1], [10, 11, 20, 21], 0), ([2, 3, 2, 3], [12, 13, 22, 23], 1)):
         rows, at = np.array([0, 0, 1, 1]), np.array(columns)
         recording.add(PlacedTokens(rows, at, at, np.array(ids), phase), scores)
-    assert [last_ids(recording, 1, column, 2) for column in (0, 1, 2, 3)] == [(20,), (20, 21), (21, 22), (22, 23)]
-    assert last_ids(recording, 0, 2, 64) == (10, 11, 12)
+    assert [last_ids(recording, 1, column, 2)[0] for column in (0, 1, 2, 3)] == [(20,), (20, 21), (21, 22), (22, 23)]
+    assert last_ids(recording, 0, 2, 64) == ((10, 11, 12), 0)
 
 
 @pytest.mark.parametrize("n_rows", [1, 4, 7])
@@ -307,7 +354,7 @@ def test_forgotten_tokens_of_every_row_are_known_as_far_back_as_is_kept_and_no_f
                 add(other, rows[:1], np.full(len(rows[:1]), column), ids[:1])
             for row in range(6):
                 known = tuple(token for _, token in expected[row])
-                assert last_ids(turn, row, column, keep - cut) == known[cut - keep :]
+                assert last_ids(turn, row, column, keep - cut)[0] == known[cut - keep :]
         turn.close()
     assert sum(len(ids) for _, _, ids in turn.forgotten_ids.pieces()) <= 2 * 6 * keep + 6
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import TracerProvider
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from blinded import Blinded
 from conftest import OLDEST, PAD, make_pack
@@ -149,6 +149,23 @@ def test_what_was_not_seen_is_no_silence_once_it_is_forgotten(model, pack, memor
     assert end["probemon.tokens.forgotten"] == 8 and end["probemon.tokens.generated"] == 2
     assert (end[LABEL], end["error.type"], end["probemon.tokens.unseen"]) == ("unseen", "alignment_gap", 2)
     assert end["gen_ai.evaluation.explanation"].startswith("0 concepts of 1 rules; 2 of 10 tokens unseen;")
+
+
+def test_what_came_in_a_cache_was_not_seen(model, pack, memory):
+    provider, records = memory
+    cache, prompt = DynamicCache(config=model.config), PROMPTS[1:]
+    with torch.no_grad():
+        model(prompt[:, :3], past_key_values=cache)
+    with DynamicProbeManager(pack).attach(model) as run:
+        run.on("c1", above=0.9999999)
+        run.follow(OpenTelemetryEvents(provider=provider))
+        out = model.generate(prompt, past_key_values=cache, **GREEDY)
+        again = model.generate(torch.cat([out, prompt], 1), past_key_values=cache, **GREEDY)  # on what it has seen
+    first, second = (dict(one.attributes) for one in records())
+    unseen = [sum("cache" in why for why in run.result(one).coverage.unseen) for one in (out, again)]
+    assert unseen[0] == 3 and first["probemon.tokens.unseen"] == 3 and first["probemon.tokens.prompt"] == 5
+    assert (first[LABEL], first["error.type"]) == ("unseen", "not_scored")
+    assert second["probemon.tokens.unseen"] == unseen[1] == 3
 
 
 def test_a_generation_none_of_whose_tokens_a_rule_was_asked_of_is_not_one_in_which_none_fired(model, pack, memory):

@@ -34,9 +34,10 @@ from probemon.bem.sites import Site, find_sites
 from probemon.core.files import save_tensors, sha256, write_text_atomically
 from probemon.core.host_settings import differing, state_settings
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch
-from probemon.host.fingerprint import fingerprint
+from probemon.host.adapters import OWN_NAME
+from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
 from probemon.host.internals import tensor_parallel_size
-from probemon.host.model import find_layers, hidden_size, text_config
+from probemon.host.model import find_layers, hidden_size, host_state, text_config
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
@@ -153,9 +154,16 @@ def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, 
         "n_layers": len(layers),
         "fingerprint": fingerprint(model),
         "settings": state_settings(text_config(model).to_dict()),
+        **_other_adapters(model),
         "sites": {site.name: [site.n_in, site.n_out] for site in sites},
     }
     return {"config": dataclasses.asdict(config), "host": host}
+
+
+def _other_adapters(model: Any) -> dict[str, Any]:
+    """Return what else steers a host: its states under them are what an adapter reads and has learnt on."""
+    others = sorted(set(host_state(model).adapters) - {OWN_NAME})
+    return {"adapters": others, "adapter_weights": active_adapters_fingerprint(model, others)}
 
 
 def settings_tensor(config: BemConfig, model: Any, sites: Sequence[Site]) -> Tensor:
@@ -321,6 +329,10 @@ def check_fit(
             )
     differences = differing(stated_host.get("settings", {}), state_settings(text_config(model).to_dict()))
     of = "weights" if stated_host.get("fingerprint") != fingerprint(model) else ""
+    others = _other_adapters(model)
+    if not of and any(stated_host.get(key, value) != value for key, value in others.items()):
+        stated, now = (", ".join(one["adapters"]) or "none" for one in (stated_host, others))
+        of = f"adapters ({stated}, and here {now})"
     if of or differences:
         of = of or f"settings ({', '.join(differences)})"
         problem = (

@@ -229,6 +229,7 @@ def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
 def _show(analysis: Analysis) -> None:
     from probemon.core.scores import unlike
     from probemon.engine.audit import Audit
+    from probemon.packs.strength import in_short
 
     totals, concepts = analysis.manifest["totals"], analysis.concepts()
     bad = (
@@ -272,7 +273,9 @@ def _show(analysis: Analysis) -> None:
         .to_pylist()
     )
     for row in rows:
-        table.add_row(" > ".join(row["path"]), str(row["n_documents"]), str(row["n_tokens"]), f"{row['max_score']:.3f}")
+        table.add_row(
+            " > ".join(row["path"]), str(row["n_documents"]), str(row["n_tokens"]), in_short(row["max_score"], ".3f")
+        )
     terminal().print(table)
 
 

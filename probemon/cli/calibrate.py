@@ -367,6 +367,8 @@ def _show(
     ordinary: ScoredDocuments,
     present: ScoredDocuments | None,
 ) -> None:
+    from probemon.packs.strength import in_short
+
     scored, *copies = ordinary.sentences("benign")
     say(f"{target}: {pack.name}, from {scored}")
     if pack.alert_set is not None:
@@ -416,7 +418,7 @@ def _show(
         if true_rates is not None:  # each concept has positives of its own
             true_rate = true_rates.entry(i)
             cells.append(_rate(true_rate) + (f" of {true_rate['n']}" if true_rate["n"] else ""))
-        table.add_row(" > ".join(pack.path(probe)), f"{alerts.threshold[i]:.4g}", *cells)
+        table.add_row(" > ".join(pack.path(probe)), in_short(float(alerts.threshold[i]), ".4g"), *cells)
     terminal(width=max(_WIDTH, terminal().width)).print(table)
     if len(watched) > _SHOWN:
         say(f"and {len(watched) - _SHOWN} more: --json, or quality.alerts in the manifest")

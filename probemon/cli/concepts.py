@@ -119,6 +119,8 @@ def _lines(pack: ProbePack, shown: set[int]) -> Iterator[Line]:
 def _show(pack: ProbePack, shown: set[int], matches: set[int], deepest: int, depth: int) -> None:
     from rich.text import Text
 
+    from probemon.packs.strength import in_short
+
     console = terminal(soft_wrap=False)
     if not console.is_terminal:
         console.width = _WIDE
@@ -131,7 +133,7 @@ def _show(pack: ProbePack, shown: set[int], matches: set[int], deepest: int, dep
         threshold, precision = float(pack.alert_threshold[line.probe]), pack.precision(line.probe)
         numbers = (
             str(pack.tree.level[line.probe]),
-            "-" if math.isnan(threshold) else f"{threshold:.3f}",
+            "-" if math.isnan(threshold) else in_short(threshold, ".3f"),
             "" if math.isnan(precision) else f"{precision:.0%}",
         )
         rows.append((name, *numbers, _meaning(pack, line, in_full=in_full and line.probe not in above)))

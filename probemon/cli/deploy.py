@@ -85,6 +85,8 @@ def check(
 
 
 def _table(rules: list[dict[str, Any]]) -> Any:
+    from probemon.packs.strength import in_short
+
     table = plain_table()
     for name in ("concept", "over", "for", "then", "not seen"):
         table.add_column(name, overflow="fold")
@@ -94,7 +96,7 @@ def _table(rules: list[dict[str, Any]]) -> Any:
         n = rule["for_tokens"]
         table.add_row(
             rule["concept"],
-            f"{rule['above']:.3g}{aggregate}{of_set}",
+            f"{in_short(rule['above'], '.3g')}{aggregate}{of_set}",
             f"{n} token{'s' * (n > 1)}",
             rule["action"],
             rule["on_blind"],

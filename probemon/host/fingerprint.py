@@ -205,8 +205,9 @@ def _name_of_adapters(kind: str, parts: Iterable[tuple[str, bytes]]) -> str:
 def _parts(
     model: Any, host: Any, read: Callable[[Tensor], bytes], active: Collection[str] | None = None
 ) -> Iterator[tuple[str, bytes]]:
-    """All that adapters are, or those of PEFT's that are `active`, by name."""
+    """All that adapters are, or those of PEFT's and the routed one that are `active`, by name."""
     own, inside, adapters = own_of(host), set(host.modules()), _of_adapters(host)
+    steers = active is None or OWN_NAME in active
     # X-LoRA decides outside of its host; a routed adapter counts where it steers, in whatever it is kept.
     inside |= {part for module in model.modules() if module in KNOWN for part in module.modules()}
     around = [(name, module) for name, module in model.named_modules() if module not in inside]
@@ -225,7 +226,7 @@ def _parts(
     for adapter, config in getattr(uncompiled(model), "peft_config", {}).items():
         if getattr(config, "alora_invocation_tokens", None) is not None and (active is None or adapter in active):
             yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()
-    ours = {} if own is None else {OWN_NAME: (own.settings(), own.state_dict())}
+    ours = {} if own is None or not steers else {OWN_NAME: (own.settings(), own.state_dict())}
     ours |= {f"{MEMORY_NAME} {one.number}": (one.settings(), one.memory.state_dict()) for one in memories_on(host)}
     for name, (settings, tensors) in ours.items():
         yield f"{name} settings", json.dumps(settings, sort_keys=True).encode()

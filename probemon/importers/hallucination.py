@@ -53,7 +53,12 @@ def import_head(
         raise ImportRefused(
             f"{source.path} holds none of {', '.join(HEADS)}: give the folder that the probe was saved to"
         )
-    head = heads[0]
+    if len(heads) > 1:
+        raise ImportRefused(
+            f"{source.path} holds {' and '.join(path.name for path in heads)}: which is the head is unknown, so move"
+            " the other one away"
+        )
+    [head] = heads
     state = load_state_dict(head)
     only_tensors(state, ("weight", "bias"), head)
     weight, bias = (tensor_of(state, name, head) for name in ("weight", "bias"))

@@ -27,6 +27,7 @@ from probemon.errors import ConfigError, MissingExtra
 from probemon.monitor.followers import Follower
 from probemon.monitor.otlp_logs import SCOPE, OtlpLogs, check_endpoint
 from probemon.monitor.rules import ESCALATE, Event
+from probemon.packs.strength import in_short
 from probemon.tracking.recording import GAP, Recording
 
 if TYPE_CHECKING:
@@ -241,4 +242,5 @@ def _why(event: Event) -> str:
         return f"{path}: not known at this token: {event.blind}"
     n = event.for_tokens
     of = "score" if event.aggregate == "each" else event.aggregate
-    return f"{path}: {of} {event.value:.4g} over {event.above:.4g} at {n} token{'s' * (n > 1)} in a row"
+    value, above = (in_short(one, ".4g") for one in (event.value, event.above))
+    return f"{path}: {of} {value} over {above} at {n} token{'s' * (n > 1)} in a row"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from probemon.offline.calibrate import units_needed
+from probemon.packs.strength import in_short
 from probemon.training.calibration import CONFIDENCE, PRECISION
 from probemon.training.dataset import Dataset
 from probemon.training.settings import TrainingSettings
@@ -289,7 +290,7 @@ def _kinds(quality: Mapping[str, Any]) -> str:
 
 
 def _threshold(found: Mapping[str, Any]) -> str:
-    return "none" if found["threshold"] is None else f"{found['threshold']:.4f}"
+    return "none" if found["threshold"] is None else in_short(found["threshold"], ".4f")
 
 
 def _number(value: float | None) -> str:

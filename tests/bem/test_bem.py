@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
@@ -20,9 +21,12 @@ from conftest import PAD, make_model, make_pack, n_hooks
 from oracle import check, states
 from probemon import DynamicProbeManager
 from probemon.bem import Bem, BemConfig, attach_bem
+from probemon.bem.course import Course
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash
+from probemon.bem.training import TrainSettings
 from probemon.core.files import sha256
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, KernelUnavailable, NotSupportedHost
+from probemon.models.ltm import attach_memory
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 ALL = ("q", "k", "v", "o", "down")
@@ -450,6 +454,53 @@ def test_another_host_is_a_mismatch_and_other_weights_a_warning(folder):
         attach_bem(other, path).detach()
     with pytest.raises(HostMismatch, match="of other settings"):
         attach_bem(other, path, strict=True)
+
+
+def under_a_lora(seed=1):
+    host = make_host()
+    torch.manual_seed(seed)
+    return get_peft_model(host, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+
+
+def under_a_memory(seed=1):
+    host = make_host()
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(attach_memory(host, 0, slots=4, segment=4).memory.output.weight)
+    return host
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
+@pytest.mark.parametrize("make", [under_a_lora, under_a_memory])
+def test_an_adapter_of_a_host_with_others_is_warned_of_on_one_without(tmp_path, make):
+    """And the other way; with the same ones it is silent. A course does not go on."""
+    config = BemConfig(rank=2, width=4)
+    with attach_bem(make(), config) as bem:
+        randomise(bem)
+        bem.save_pretrained(tmp_path / "with")
+    with attach_bem(make(), tmp_path / "with", strict=True) as again:
+        again.save_pretrained(tmp_path / "again")
+    for other in (make_host(), make(seed=2)):
+        with pytest.warns(UserWarning, match="of other adapters"):
+            attach_bem(other, tmp_path / "again").detach()
+        with pytest.raises(HostMismatch, match="of other adapters"):
+            attach_bem(other, tmp_path / "with", strict=True)
+    with attach_bem(make_host(), config) as bem:
+        bem.save_pretrained(tmp_path / "without")
+    with pytest.raises(HostMismatch, match=r"of other adapters \(none, and here (default|memory)\)"):
+        attach_bem(make(), tmp_path / "without", strict=True)
+    lessons = [{"input_ids": torch.arange(3, 11)[None], "labels": torch.arange(3, 11)[None]}]
+
+    def course(host):
+        return Course(
+            attach_bem(host, config), lessons, TrainSettings(n_steps=4, lr=1e-3), tmp_path / "course", save_every=2
+        )
+
+    begun = iter(course(make()))
+    for _ in range(3):
+        next(begun)
+    assert course(make()).n_resumed == 2
+    with pytest.raises(BemFileError):
+        course(make_host())
 
 
 def test_a_failing_save_leaves_the_older_files(folder, monkeypatch):

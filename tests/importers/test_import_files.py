@@ -451,6 +451,13 @@ def test_a_damaged_head_is_refused(tmp_path):
     (tmp_path / "head/probe_config.json").write_text('{"layer_idx": 3, "hidden_size": 7}')
     with pytest.raises(ImportRefused, match="says 7 values"):
         import_head(tmp_path / "head", tmp_path / "pack", normalize="none")
+    foreign.hallucination_head(tmp_path / "other", file="probe_head.safetensors")
+    (tmp_path / "other/probe_head.safetensors").rename(tmp_path / "head/probe_head.safetensors")
+    with pytest.raises(
+        ImportRefused, match=r"probe_head\.bin and probe_head\.safetensors: which is the head is unknown"
+    ):
+        import_head(tmp_path / "head", tmp_path / "pack", normalize="none")
+    (tmp_path / "head/probe_head.safetensors").unlink()
     (tmp_path / "head/probe_head.bin").unlink()
     with pytest.raises(ImportRefused, match="holds none of"):
         import_head(tmp_path / "head", tmp_path / "pack", normalize="none")

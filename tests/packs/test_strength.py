@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from probemon.packs.strength import strength_of, strength_or_score
+from probemon.packs.strength import in_short, strength_of, strength_or_score
 
 
 def test_strengths_are_logits_of_scores_minus_those_of_thresholds_however_near_0_or_1():
@@ -27,3 +27,23 @@ def test_without_a_threshold_there_is_no_strength_and_lists_go_by_the_score():
     assert strength_or_score(score, threshold)[0] == 0.25 and math.isclose(
         strength_or_score(score, threshold)[1], math.log(3), rel_tol=1e-12
     )
+
+
+def test_no_number_between_0_and_1_reads_as_one_of_them():
+    told = {
+        (0.3, ".3f"): "0.300",
+        (0.000465, ".3f"): "0.00046",
+        (0.9999, ".3f"): "0.99990",
+        (0.99996, ".3g"): "0.999960",
+    }
+    told |= {
+        (1.0, ".3f"): "1.000",
+        (1.0, ".3g"): "1",
+        (0.0, ".3f"): "0.000",
+        (133.08, ".3g"): "133",
+        (1e-9, ".4f"): "1e-09",
+    }
+    assert {given: in_short(*given) for given in told} == told
+    for score in (1e-30, 1e-5, 0.004, 0.5, 0.998, 0.9999994, 1 - 2**-24):
+        for form in (".3f", ".3g", ".4g", ".4f"):
+            assert 0 < float(in_short(score, form)) < 1

@@ -32,13 +32,20 @@ _FIELDS = tuple(MemoryState.__dataclass_fields__)
 
 
 def host_hash(model: Any) -> str:
-    """A hash of a host's configuration, without what does not change its answer, and of its weights."""
+    """A hash of a host's configuration, without what does not change its answer, of its weights, and of which of PEFT's
+    adapters are on.
+    """
     config = {
         key: value
         for key, value in model.config.to_dict().items()
         if key not in ("transformers_version", "_name_or_path", "memory_slots", "use_cache", "architectures", "dtype")
     }
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    on = {
+        name: [list(module.active_adapters), list(module.merged_adapters), module.disable_adapters]
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer") and hasattr(module, "active_adapters")
+    }
+    digest = hashlib.sha256(json.dumps([config, on], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -396,7 +396,7 @@ def _finds_all(pack: AnyPack, plan: Plan) -> bool:
 
 def _packs(pack: AnyPack) -> dict[str, str]:
     packs = pack.packs if isinstance(pack, PackGroup) else {pack.name: pack}
-    return {name: one.manifest["files"][PROBES]["sha256"] for name, one in packs.items()}
+    return {name: one.rewritten_weights or one.manifest["files"][PROBES]["sha256"] for name, one in packs.items()}
 
 
 def _check_reference(reference: DriftReference, pack: AnyPack) -> None:

@@ -208,6 +208,7 @@ def _identified(pack: AnyPack) -> dict[str, Any]:
         "score_rule": pack.score_rule,
         "thresholds": _of_thresholds(pack),
         **({} if pack.alert_set is None else {"alert_set": pack.alert_set}),
+        **({} if pack.rewritten_weights is None else {"weights": pack.rewritten_weights}),
     }
 
 

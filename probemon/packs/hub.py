@@ -104,8 +104,8 @@ def _check_set(pack: OpenedPack) -> None:
     """Raise `ConfigError` where other thresholds are in force than the files, which are copied, recommend."""
     if pack.rewritten:
         raise ConfigError(
-            f"thresholds of {pack.name} were written to since it was opened, and its files, which are copied,"
-            " have those from before: write a pack with the new ones with probemon.packs.edit.rename"
+            f"thresholds or weights of {pack.name} were written to since it was opened, and its files, which are"
+            " copied, have those from before: write a pack with the new ones with probemon.packs.edit.rename"
         )
     recommended = pack.manifest.get("alert_set")
     if pack.alert_set != recommended:

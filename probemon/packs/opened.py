@@ -10,6 +10,7 @@ longer be read as they were.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -115,6 +116,7 @@ class OpenedPack:
         self.inputs = [InputSpec(**spec) for spec in manifest["inputs"]]
         self.recommended: dict[str, Any] = manifest.get("recommended") or {}
         self._tensors, self._weights = tensors, dict[str, Tensor]()
+        self._weights_as_stated = dict[str, Noted]()
         where, described = f"{directory / PROBES}", tensors.described
         check_dtypes(described, where)
         vectors = {name: tensors.read(name) for name in VECTORS}
@@ -283,11 +285,11 @@ class OpenedPack:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickled, a pack is opened again from its directory, which must hold the same one. Raises `ConfigError`
-        where thresholds were written to, which the directory does not have.
+        where thresholds or weights were written to, which the directory does not have.
         """
         if self.rewritten:
             raise ConfigError(
-                f"thresholds of {self.name} were written to since it was opened, and it is pickled as how to"
+                f"thresholds or weights of {self.name} were written to since it was opened, and it is pickled as how to"
                 " open it again: write a pack with the new ones with probemon.packs.edit.rename"
             )
         return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest, self._alert_set)
@@ -302,6 +304,7 @@ class OpenedPack:
         if not self._weights:
             tensors = self._tensors.all()
             self._weights = {name: tensors[name] for name in self._parameters}
+            self._weights_as_stated = {name: Noted(tensor) for name, tensor in self._weights.items()}
         self._tensors.check()
         return self._weights
 
@@ -511,8 +514,20 @@ class OpenedPack:
 
     @property
     def rewritten(self) -> bool:
-        """Whether thresholds of any kind were written to since the pack was opened, so that its files have others."""
-        return self.edited or self._expand_as_stated.changed(self.expand_threshold)
+        """Whether thresholds or weights were written to since the pack was opened, so that its files have others."""
+        return (
+            self.edited or self._expand_as_stated.changed(self.expand_threshold) or self.rewritten_weights is not None
+        )
+
+    @property
+    def rewritten_weights(self) -> str | None:
+        """Return a hash of the weights where they were written to since the pack was opened, else None."""
+        if not any(self._weights_as_stated[name].changed(tensor) for name, tensor in self._weights.items()):
+            return None
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._weights.items()):
+            digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     @property
     def alert_set(self) -> str | None:

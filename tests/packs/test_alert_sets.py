@@ -13,6 +13,7 @@ from conftest import HIDDEN, make_model, make_pack
 from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, PackCorrupt, PackError
+from probemon.monitor.drift import DriftMonitor
 from probemon.offline.analyze import _identified as identified
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.calibrated_pack import write_calibrated
@@ -303,6 +304,24 @@ def test_under_bounding_probes_all_is_found_that_is_listed_by_a_sentences_thresh
             if probe in members
         }
         assert found == {(t, members[i]) for t, i in (every > 0.05).nonzero().tolist()} and len(found) > 1000
+
+
+def test_weights_that_were_written_to_are_not_those_of_the_files(model, tmp_path):
+    """Who names a pack by its files tells the two apart, or refuses; a copy has the weights as they are."""
+    make_pack(tmp_path / "made", model, n=N)
+    as_made, written = (ProbePack.open(tmp_path / "made") for _ in range(2))
+    written.weights["b1"][:] += 1
+    assert as_made.weights and not as_made.rewritten and written.rewritten and not written.edited
+    assert identified(as_made) != identified(written) and "weights" not in identified(as_made)
+    with pytest.raises(ConfigError, match="weights of random were written to"):
+        pickle.dumps(written)
+    with pytest.raises(ConfigError, match="weights of random were written to"):
+        written.save_pretrained(tmp_path / "saved")
+    copied = rename(written, tmp_path / "renamed", name="renamed")
+    assert torch.equal(copied.weights["b1"], written.weights["b1"])
+    drift = DriftMonitor(DynamicProbeManager(as_made))
+    with pytest.raises(ConfigError, match="counts by the probes and alert thresholds"):
+        DynamicProbeManager(written).attach(make_model(), drift=drift)
 
 
 def test_expand_thresholds_calibrated_for_others_go_with_thresholds_written_to(model, tmp_path):

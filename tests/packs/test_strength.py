@@ -32,8 +32,8 @@ def test_without_a_threshold_there_is_no_strength_and_lists_go_by_the_score():
 def test_no_number_between_0_and_1_reads_as_one_of_them():
     told = {
         (0.3, ".3f"): "0.300",
-        (0.000465, ".3f"): "0.00046",
-        (0.9999, ".3f"): "0.99990",
+        (0.00046, ".3f"): "0.00046",
+        (0.9998, ".3f"): "0.99980",
         (0.99996, ".3g"): "0.999960",
     }
     told |= {

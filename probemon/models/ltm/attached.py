@@ -48,7 +48,7 @@ _MOST_AGAIN = 64  # forwards of a training whose layers may be run again
 @dataclass
 class _Forward:
     """What a forward of the decoder was given: `ids [B, T]` (None where embeddings are), `mask [B, columns]` or None,
-    `shape` (B, T), `positions` of its tokens. `without_cache`: so the layer ran.
+    `shape` (B, T), `positions` of its tokens. `without_cache`: so the layer ran. `last`: some numbers of its input.
     """
 
     ids: Tensor | None = None
@@ -56,6 +56,7 @@ class _Forward:
     shape: tuple[int, ...] | None = None
     positions: Tensor | None = None
     without_cache: bool = False
+    last: Tensor | None = None
 
 
 class _ThreadState(threading.local):
@@ -202,17 +203,20 @@ class AttachedMemory:
         forward = self._thread.forward
         given = next((one for one in args if isinstance(one, Tensor)), None)
         place = () if given is None else (given.data_ptr(), *given.shape)
+        last = None if given is None or not module.training else given.detach().flatten()[-8:].clone()
         if forward is None:
-            if place not in self._again:
+            known = self._again.get(place)
+            # Another input may lie there by now, where what was there was moved.
+            if known is None or known.last is None or last is None or not torch.equal(known.last, last):
                 raise NotSupportedDecoding(
                     f"layer {self.number} runs outside of a forward of its decoder, so what is padding is unknown: a"
                     " checkpoint has to keep the layer's input where it was, and at most"
                     f" {_MOST_AGAIN} forwards may wait for their backward pass"
                 )
-            return self._again[place]
+            return known
         if module.training and place:
             self._again.pop(place, None)
-            self._again[place] = forward
+            forward.last, self._again[place] = last, forward
             while len(self._again) > _MOST_AGAIN:
                 self._again.pop(next(iter(self._again)), None)
         return forward

@@ -118,5 +118,5 @@ def test_it_is_measured_until_the_interval_is_narrow_or_the_time_is_up(pack, mod
     wide = overhead(manager, model, inputs, n_tokens=3, width_pct=1e9, most_seconds=600)
     assert wide.is_resolved and wide.n_steps == 8 * 2
     short = overhead(manager, model, inputs, n_tokens=3, width_pct=0, most_seconds=0)
-    assert not short.is_resolved and short.n_steps == 2 * 2 and short.interval_pct[0] <= short.overhead_pct
+    assert not short.is_resolved and short.n_steps == 2 * 2 and short.interval_pct[0] <= short.overhead_pct + 1e-9
     assert short.overhead_pct == pytest.approx(100 * short.added_ms / short.host_ms) and short.monitor_ms > 0

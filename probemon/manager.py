@@ -190,8 +190,8 @@ class DynamicProbeManager(Scorer):
         """Yield tokens with their scores while `model` generates: see `probemon.monitor.stream`.
 
         In a notebook `probemon.monitor.notebook.show(manager.stream(...))` shows them as they come.
-        `generate`: arguments of `model.generate`. `include_prompt`: the prompt's tokens come first, but for those that a
-        cache in `past_key_values` holds. At most `max_waiting` batches of tokens wait for the reader, then the model
+        `generate`: arguments of `model.generate`. `include_prompt`: the prompt's tokens come first, but for those that
+        are in a cache, `past_key_values`. At most `max_waiting` batches of tokens wait for the reader, then the model
         waits. Leaving the loop stops it. `prepare(run)` is called before it begins, in the thread that
         generates: for rules and sinks. `routing`: as for `attach`; what memories read is `event.reading`.
         """

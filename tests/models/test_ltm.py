@@ -439,6 +439,26 @@ def test_a_layer_that_is_run_again_has_the_mask_of_its_own_forward(ids, kind):
         torch.testing.assert_close(one, other)
 
 
+class Moved(torch.autograd.graph.saved_tensors_hooks):
+    """What is saved is copied, and copied again when it is wanted, as offloaded activations are."""
+
+    def __init__(self):
+        super().__init__(torch.clone, torch.clone)
+
+
+@pytest.mark.parametrize("kind", list(CheckpointImpl))
+def test_a_layer_whose_input_was_moved_is_not_taken_for_one_of_another_forward(ids, kind):
+    """Where an input lay, another one may lie by now."""
+    host = llama().train()
+    with attach_memory(host, 1, slots=5, segment=6):
+        host.model.layers[1] = checkpoint_wrapper(host.model.layers[1], checkpoint_impl=kind)
+        for _ in range(5):
+            with Moved():
+                losses = [host(ids, use_cache=False).logits.square().mean() for _ in range(2)]
+            with pytest.raises(NotSupportedDecoding, match="keep the layer's input where it was"):
+                sum(losses).backward()
+
+
 def test_attached_memory_in_two_threads_answers_as_alone(ids):
     host, mask = llama(), torch.ones_like(ids)
     mask[:, :7] = 0

@@ -22,6 +22,7 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from probemon.core.checks import check_count
 from probemon.core.shadow import shadow
@@ -48,7 +49,8 @@ _MOST_AGAIN = 64  # forwards of a training whose layers may be run again
 @dataclass
 class _Forward:
     """What a forward of the decoder was given: `ids [B, T]` (None where embeddings are), `mask [B, columns]` or None,
-    `shape` (B, T), `positions` of its tokens. `without_cache`: so the layer ran. `last`: some numbers of its input.
+    `shape` (B, T), `positions` of its tokens. `without_cache`: so the layer ran. `given`: where the memory of its
+    input is, which keeps nothing of it.
     """
 
     ids: Tensor | None = None
@@ -56,7 +58,7 @@ class _Forward:
     shape: tuple[int, ...] | None = None
     positions: Tensor | None = None
     without_cache: bool = False
-    last: Tensor | None = None
+    given: StorageWeakRef | None = None
 
 
 class _ThreadState(threading.local):
@@ -203,20 +205,20 @@ class AttachedMemory:
         forward = self._thread.forward
         given = next((one for one in args if isinstance(one, Tensor)), None)
         place = () if given is None else (given.data_ptr(), *given.shape)
-        last = None if given is None or not module.training else given.detach().flatten()[-8:].clone()
         if forward is None:
             known = self._again.get(place)
-            # Another input may lie there by now, where what was there was moved.
-            if known is None or known.last is None or last is None or not torch.equal(known.last, last):
+            if (
+                known is None or known.given is None or known.given.expired()
+            ):  # what was there was moved, and another may lie there by now
                 raise NotSupportedDecoding(
                     f"layer {self.number} runs outside of a forward of its decoder, so what is padding is unknown: a"
                     " checkpoint has to keep the layer's input where it was, and at most"
                     f" {_MOST_AGAIN} forwards may wait for their backward pass"
                 )
             return known
-        if module.training and place:
+        if module.training and given is not None:
             self._again.pop(place, None)
-            forward.last, self._again[place] = last, forward
+            forward.given, self._again[place] = StorageWeakRef(given.untyped_storage()), forward
             while len(self._again) > _MOST_AGAIN:
                 self._again.pop(next(iter(self._again)), None)
         return forward

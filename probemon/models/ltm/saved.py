@@ -33,7 +33,7 @@ _FIELDS = tuple(MemoryState.__dataclass_fields__)
 
 def host_hash(model: Any) -> str:
     """A hash of a host's configuration, without what does not change its answer, of its weights, and of which of PEFT's
-    adapters are on.
+    adapters are on, and how strongly.
     """
     config = {
         key: value
@@ -41,7 +41,12 @@ def host_hash(model: Any) -> str:
         if key not in ("transformers_version", "_name_or_path", "memory_slots", "use_cache", "architectures", "dtype")
     }
     on = {
-        name: [list(module.active_adapters), list(module.merged_adapters), module.disable_adapters]
+        name: [
+            list(module.active_adapters),
+            list(module.merged_adapters),
+            module.disable_adapters,
+            dict(getattr(module, "scaling", {})),
+        ]
         for name, module in model.named_modules()
         if hasattr(module, "base_layer") and hasattr(module, "active_adapters")
     }

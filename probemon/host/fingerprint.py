@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,12 @@ from probemon.host.model import text_config, unwrap, weights_in_memory
 
 _WIDTH = 512  # columns of eight bytes
 _PART = 1 << 24  # values that are summed at once
+# Of the settings of PEFT's adapters: of whom they are, where they were put and how they began, which tensors and their
+# names tell, and what training does.
+_NOT_OF_STATES = re.compile(
+    r"_.*|base_model_name_or_path|revision|task_type|auto_mapping|peft_version|inference_mode|init_lora_weights|adapters"
+    r"|\w*dropout\w*|\w+_config|target_\w+|exclude_modules|modules_to_save|layers?_\w+|trainable_\w+|megatron_\w+"
+)
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
 _NOT_SETTINGS = {
     "transformers_version",
@@ -224,14 +231,26 @@ def _parts(
             if scales:
                 yield f"{prefix}.scaling", json.dumps(scales, sort_keys=True).encode()
     for adapter, config in getattr(uncompiled(model), "peft_config", {}).items():
-        if getattr(config, "alora_invocation_tokens", None) is not None and (active is None or adapter in active):
-            yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()
+        if active is None or adapter in active:
+            yield f"{adapter} settings", _settings_of_adapter(config)
     ours = {} if own is None or not steers else {OWN_NAME: (own.settings(), own.state_dict())}
     ours |= {f"{MEMORY_NAME} {one.number}": (one.settings(), one.memory.state_dict()) for one in memories_on(host)}
     for name, (settings, tensors) in ours.items():
         yield f"{name} settings", json.dumps(settings, sort_keys=True).encode()
         for part, tensor in tensors.items():
             yield f"{name} {part}", read(tensor)
+
+
+def _settings_of_adapter(config: Any) -> bytes:
+    """All settings of one of PEFT's adapters on which states may depend: how it is scaled, the seeds by which it
+    chooses its places, what its kind does with its tensors.
+    """
+    settings = {
+        name: sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
+        for name, value in vars(config).items()
+        if not _NOT_OF_STATES.fullmatch(name)
+    }
+    return json.dumps(settings, sort_keys=True, default=str).encode()
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

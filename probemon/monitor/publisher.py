@@ -70,7 +70,8 @@ class Publisher:
         self._escalations = Escalations(tokenizer, self._follow, self._join, followers)
         self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
-        self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
+        # Generated tokens, why some have no scores that a rule passes over, and these rules.
+        self._n_generated, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
         self.host_changed = False  # within a generation, or a document, of which nothing is kept any more
         self.n_host_changes = 0  # between two of them: when the later one began, the host was another
@@ -138,8 +139,10 @@ class Publisher:
             generation.mark_scored(placed, all_seen=all_seen)
             if placed.phase == GENERATED:
                 self._n_generated += len(placed)
-                if not all_seen:
+                passing = () if all_seen else [rule for _, rule in watch.rules if rule.on_blind == PASS]
+                if passing:
                     self._unjudged.update(filter(None, scores.coverage.unseen))
+                    self._passing.update((id(rule), rule) for rule in passing)
                 if watch.rules:
                     self._ask_rules(watch, generation, placed, scores, reads)
                 self._escalations.settle(generation)
@@ -181,7 +184,6 @@ class Publisher:
         `called`: whether `model` ran in those `threads` that are watched. The warning names the line that called the
         caller.
         """
-        n_unjudged, n_passing = self._unjudged.total(), sum(rule.on_blind == PASS for rule in self.rules)
         if self.acts and not called:
             what, remedy = threads.silence
             warnings.warn(
@@ -198,11 +200,11 @@ class Publisher:
                 UserWarning,
                 stacklevel=3,
             )
-        if n_passing and n_unjudged:
+        if self._unjudged:
             [(reason, n)] = self._unjudged.most_common(1)
             warnings.warn(
-                f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so"
-                f" {counted(n_passing, 'rule')} could not be asked of them ({reason}: {n})",
+                f"{self._unjudged.total()} of {self._n_generated} generated tokens have no scores, so"
+                f" {counted(len(self._passing), 'rule')} could not be asked of them ({reason}: {n})",
                 UserWarning,
                 stacklevel=3,
             )

@@ -60,6 +60,43 @@ def test_another_adapter_of_the_same_name_is_another_host(put_on):
     assert adapters.startswith("its adapters were none, now ")
 
 
+def of_settings(config):
+    host = make_model()
+    torch.manual_seed(1)
+    return peft.get_peft_model(host, config).eval()
+
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        tuple(peft.FourierFTConfig(n_frequency=20, scaling=scaling, **TARGETS) for scaling in (100.0, 900.0)),
+        tuple(peft.FourierFTConfig(n_frequency=20, random_loc_seed=seed, **TARGETS) for seed in (1, 2)),
+        tuple(peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, topk=k, **TARGETS) for k in (2, 4)),
+        tuple(peft.HRAConfig(r=4, apply_GS=gram, **TARGETS) for gram in (False, True)),
+        tuple(peft.LoraConfig(r=4, lora_alpha=alpha, init_lora_weights=False, **TARGETS) for alpha in (4, 32)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
+def test_an_adapter_of_the_same_tensors_and_other_settings_is_another(one, other, tmp_path):
+    """Of seeds and scales no tensor tells. An adapter that is saved and loaded is the same."""
+    first, second = of_settings(one), of_settings(other)
+    tensors = dict(first.named_parameters())
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.requires_grad:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+        for name, tensor in second.named_parameters():
+            tensor.copy_(tensors[name])
+    assert changed(host_identity(first), host_identity(second))
+    first.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(make_model(), tmp_path).eval()
+    assert not changed(host_identity(first), host_identity(again))
+    assert stated_host(first, "m") == stated_host(again, "m") != stated_host(second, "m")
+
+
 def test_adapters_that_are_off_and_another_dtype_do_not_count():
     model, _ = lora(1)
     before = host_identity(model)

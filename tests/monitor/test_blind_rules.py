@@ -71,6 +71,18 @@ def test_only_rules_that_pass_are_warned_of(manager, model):
     assert "so 1 rule could not be asked of them" in " ".join(str(one.message) for one in caught)
 
 
+@pytest.mark.parametrize(("at_first", "then"), [("pass", "stop"), ("record", "pass")])
+def test_rules_that_held_at_blind_tokens_are_warned_of_whatever_holds_at_the_end(manager, model, at_first, then):
+    with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap=lambda gap: None) as run:
+        warnings.simplefilter("always")
+        run.update(rules=[{"concept": "c9", "above": 0.9999999, "on_blind": at_first}])
+        model.generate(PROMPT, **GREEDY)
+        run.update(rules=[{"concept": "c9", "above": 0.9999999, "on_blind": then}])
+        run.__exit__(None, None, None)
+    told = " ".join(str(one.message) for one in caught)
+    assert ("so 1 rule could not be asked of them" in told) == (at_first == "pass")
+
+
 def test_what_cannot_be_done_is_refused(manager, model):
     with manager.attach(model, on_gap=lambda gap: None) as run:
         with pytest.raises(ConfigError, match="on_blind is 'halt'"):

@@ -231,7 +231,8 @@ def _parts(
             if scales:
                 yield f"{prefix}.scaling", json.dumps(scales, sort_keys=True).encode()
     for adapter, config in getattr(uncompiled(model), "peft_config", {}).items():
-        if active is None or adapter in active:
+        routed = type(config).__module__.startswith("probemon.")  # whose settings are said below, where it is on
+        if not routed and (active is None or adapter in active):
             yield f"{adapter} settings", _settings_of_adapter(config)
     ours = {} if own is None or not steers else {OWN_NAME: (own.settings(), own.state_dict())}
     ours |= {f"{MEMORY_NAME} {one.number}": (one.settings(), one.memory.state_dict()) for one in memories_on(host)}

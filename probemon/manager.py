@@ -101,7 +101,7 @@ class DynamicProbeManager(Scorer):
         """
         deployment.rules(self.pack)  # what is wrong with them shows now
         deployment.opentelemetry()  # what it needs is installed
-        self.metrics = _shown(deployment, self.pack)
+        self.metrics = _exporter_of(deployment, self.pack)
         self.deployment = deployment
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ class DynamicProbeManager(Scorer):
 
     def _metrics_of_runs(self) -> ProcessMetrics | None:
         if self.metrics is None and self.deployment is not None:
-            self.metrics = _shown(self.deployment, self.pack)
+            self.metrics = _exporter_of(self.deployment, self.pack)
         return self.metrics
 
     def _followed(self, prepare: Callable[[MonitorRun], object] | None) -> Callable[[MonitorRun], object] | None:
@@ -276,7 +276,7 @@ class DynamicProbeManager(Scorer):
         return collect(model, tokenizer, data, out, sites=self.pack.sites if sites is None else sites, **settings)
 
 
-def _shown(deployment: Deployment, pack: Any) -> ProcessMetrics | None:
+def _exporter_of(deployment: Deployment, pack: Any) -> ProcessMetrics | None:
     metrics = deployment.metrics(pack)
     if metrics is None:
         return None

@@ -36,8 +36,8 @@ _OURS = re.compile(r"step-(\d+)")
 
 
 class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types of it
-    """Distils `bem` on `batches` into `folder/step-N`, every `every` steps and at the end, and keeps the `keep`
-    of them that were written last. `written`: the folders that are there, the oldest first.
+    """Distils `bem` on `batches` into `folder/step-N`, every `every` steps and at the end, and keeps the `keep` of them
+    that were written last. `written`: the folders that are there, the oldest first.
 
     `settings`: of `distil_trained`; None takes `distil`, which is nearest and quick. `how`: what else either takes.
     Where several processes train, the first one writes. Raises `ConfigError`, now for what can be known now; while it

@@ -199,7 +199,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
 def _identified(pack: AnyPack) -> dict[str, Any]:
     if isinstance(pack, PackGroup):
         return {"name": pack.name, "packs": {name: _identified(one) for name, one in pack.packs.items()}}
-    files = pack.manifest["files"]
+    files, written_weights = pack.manifest["files"], pack.rewritten_weights
     return {
         "name": pack.name,
         "concepts": files[CONCEPTS]["sha256"],
@@ -208,7 +208,7 @@ def _identified(pack: AnyPack) -> dict[str, Any]:
         "score_rule": pack.score_rule,
         "thresholds": _of_thresholds(pack),
         **({} if pack.alert_set is None else {"alert_set": pack.alert_set}),
-        **({} if pack.rewritten_weights is None else {"weights": pack.rewritten_weights}),
+        **({} if written_weights is None else {"weights": written_weights}),
     }
 
 

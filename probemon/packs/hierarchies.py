@@ -68,8 +68,8 @@ def with_hierarchy(
 
     `tree`: objects within objects (`{"animal": {"whale": {}}}`), or parents by concept (`{"whale": "animal"}`, lists
     for several). Scores stay the same, so only a pack of independent scores can be given one: by the path rule they
-    would change. Expand thresholds of another hierarchy are cleared. Raises `PackError`, also
-    for a pack with bounding probes, `HierarchyError` for a cycle, `UnknownConcept` for a name of several concepts.
+    would change. Expand thresholds of another hierarchy are cleared. Raises `PackError`, also for
+    a pack with bounding probes, `HierarchyError` for a cycle, `UnknownConcept` for a name that several concepts bear.
     """
     check_target(path, overwrite)
     pack = check_pack(pack)

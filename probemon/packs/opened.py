@@ -508,21 +508,25 @@ class OpenedPack:
         """Whether the alert thresholds in force, those of running scores among them, were written to since the pack was
         opened: then they are of no set, and nobody knows how often what fires is right.
         """
-        return self._as_stated[self._alert_set].changed(self.alert_threshold) or any(
-            self._aggregated_as_stated[name].changed(thresholds) for name, thresholds in self._aggregated.items()
+        return self._written_to(self._alert_set, self.alert_threshold, self._aggregated)
+
+    def _written_to(self, alert_set: str | None, alert: Tensor, aggregated: Mapping[str, Tensor]) -> bool:
+        return self._as_stated[alert_set].changed(alert) or any(
+            self._aggregated_as_stated[name].changed(thresholds) for name, thresholds in aggregated.items()
         )
 
     @property
     def rewritten(self) -> bool:
         """Whether thresholds or weights were written to since the pack was opened, so that its files have others."""
-        return (
-            self.edited or self._expand_as_stated.changed(self.expand_threshold) or self.rewritten_weights is not None
-        )
+        return self.edited or self._expand_as_stated.changed(self.expand_threshold) or self._has_written_weights()
+
+    def _has_written_weights(self) -> bool:
+        return any(self._weights_as_stated[name].changed(tensor) for name, tensor in self._weights.items())
 
     @property
     def rewritten_weights(self) -> str | None:
         """Return a hash of the weights where they were written to since the pack was opened, else None."""
-        if not any(self._weights_as_stated[name].changed(tensor) for name, tensor in self._weights.items()):
+        if not self._has_written_weights():
             return None
         digest = hashlib.sha256()
         for name, tensor in sorted(self._weights.items()):
@@ -573,9 +577,7 @@ class OpenedPack:
             raise ConfigError(f"{self.name} has no set of alert thresholds {name!r:.80}: it has {known}")
         is_recommended = name == self.manifest.get("alert_set")
         further = self._recommended_aggregated if is_recommended else {}
-        if self._as_stated[name].changed(self._alert_sets[name]) or any(
-            self._aggregated_as_stated[aggregator].changed(thresholds) for aggregator, thresholds in further.items()
-        ):
+        if self._written_to(name, self._alert_sets[name], further):
             raise ConfigError(
                 f"the alert thresholds {name!r} of {self.name} were written to since it was opened: open it again"
             )

@@ -207,9 +207,8 @@ class AttachedMemory:
         place = () if given is None else (given.data_ptr(), *given.shape)
         if forward is None:
             known = self._again.get(place)
-            if (
-                known is None or known.given is None or known.given.expired()
-            ):  # what was there was moved, and another may lie there by now
+            # Once the memory of an input was given up, another one may lie there.
+            if known is None or known.given is None or known.given.expired():
                 raise NotSupportedDecoding(
                     f"layer {self.number} runs outside of a forward of its decoder, so what is padding is unknown: a"
                     " checkpoint has to keep the layer's input where it was, and at most"

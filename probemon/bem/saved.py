@@ -32,12 +32,13 @@ from torch import Tensor, nn
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site, find_sites
 from probemon.core.files import save_tensors, sha256, write_text_atomically
-from probemon.core.host_settings import differing, state_settings
+from probemon.core.host_settings import differing
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch
 from probemon.host.adapters import OWN_NAME
 from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
 from probemon.host.internals import tensor_parallel_size
-from probemon.host.model import find_layers, hidden_size, host_state, text_config
+from probemon.host.model import find_layers, hidden_size, host_state
+from probemon.host.settings import host_settings
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
@@ -153,7 +154,7 @@ def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, 
         "hidden_size": hidden_size(model),
         "n_layers": len(layers),
         "fingerprint": fingerprint(model),
-        "settings": state_settings(text_config(model).to_dict()),
+        "settings": host_settings(model),
         **_other_adapters(model),
         "sites": {site.name: [site.n_in, site.n_out] for site in sites},
     }
@@ -327,7 +328,7 @@ def check_fit(
                 f"{where} has site {site.name} of {stated} values in and out, this"
                 f" {type(model).__name__} of {[site.n_in, site.n_out]}"
             )
-    differences = differing(stated_host.get("settings", {}), state_settings(text_config(model).to_dict()))
+    differences = differing(stated_host.get("settings", {}), host_settings(model))
     of = "weights" if stated_host.get("fingerprint") != fingerprint(model) else ""
     others = _other_adapters(model)
     if not of and any(stated_host.get(key, value) != value for key, value in others.items()):

@@ -10,13 +10,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from probemon.core.host_settings import differing, state_settings
+from probemon.core.host_settings import differing
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.core.scores import HostState
 from probemon.errors import HostMismatch
 from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
-from probemon.host.model import find_layers, host_state, text_config, unwrap
+from probemon.host.model import find_layers, host_state, unwrap
 from probemon.host.recurrent.state_sites import site_width
+from probemon.host.settings import host_settings
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
 
@@ -97,7 +98,7 @@ def _of_weights(pack: ProbePack, model: Any, now: HostState, actual: str | None,
         )
     elif strict and (unknown := [part for part in ("fingerprint", "settings") if stated.get(part) is None]):
         problems.append(f"{pack.name} records no {unknown[0]} of its host, so nobody can tell whether {name} is it")
-    if differences := differing(stated.get("settings") or {}, state_settings(text_config(model).to_dict())):
+    if differences := differing(stated.get("settings") or {}, host_settings(model)):
         more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         problems.append(
             f"{pack.name} was made with other settings of the model: {', '.join(differences[:_SHOWN])}{more}. Scores"

@@ -4,13 +4,14 @@ fingerprint(model)                 # 'bf16-sums:3f1c...', for an fp32 and a bf16
 adapters_fingerprint(model, host)  # 'adapters:5d0b...', of every value; "" without any
 active_adapters_fingerprint(model, host_state(model).adapters)   # 'adapter-sums:c81e...', "" without any
 weights_fingerprint(model)         # 'weights:90c2...', of every value
-config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
+config_fingerprint(model)          # 'config:08aa...', of what its text part, and its encoder, are set to
 tokenizer_fingerprint(tokenizer)   # '7be1...', of all that a text's tokens depend on
 tokenizer_mark(tokenizer)          # what to compare first: microseconds
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -29,7 +30,8 @@ from probemon.host.internals import (
     wrapped_by_adapter,
     xlora_classifier,
 )
-from probemon.host.model import text_config, unwrap, weights_in_memory
+from probemon.host.model import is_encoder_decoder, unwrap, weights_in_memory
+from probemon.host.settings import host_config
 
 _WIDTH = 512  # columns of eight bytes
 _PART = 1 << 24  # values that are summed at once
@@ -37,7 +39,8 @@ _PART = 1 << 24  # values that are summed at once
 # names tell, and what training does.
 _NOT_OF_STATES = re.compile(
     r"_.*|base_model_name_or_path|revision|task_type|auto_mapping|peft_version|inference_mode|init_lora_weights|adapters"
-    r"|\w*dropout\w*|\w+_config|target_\w+|exclude_modules|modules_to_save|layers?_\w+|trainable_\w+|megatron_\w+"
+    r"|\w*dropout\w*|(corda|eva|loftq|lora_ga|runtime|target_svd|velora)_config|target_\w+|exclude_modules"
+    r"|modules_to_save|layers_\w+|megatron_\w+"
 )
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
 _NOT_SETTINGS = {
@@ -53,15 +56,14 @@ _NOT_SETTINGS = {
 
 
 def fingerprint(model: Any) -> str:
-    """A name for the host's weights: of sums over every value of its decoder, as bf16.
+    """A name for the host's weights: of sums over every value of its decoder, and of an encoder, as bf16.
 
     Values are rounded to bf16 first, so the same checkpoint loaded as fp32 or bf16 has one fingerprint; adapters do
     not count. Every value is read, a second for each few GB on a CPU: a head that was ablated or an embedding that was
     edited makes another one. It tells models apart and proves no integrity: sums can be made to agree.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     digest = hashlib.sha256()
-    for name, sums in sorted(_of_weights(decoder)):
+    for name, sums in sorted(_of_weights(model)):
         digest.update(f"{name}:".encode() + sums)
     return f"bf16-sums:{digest.hexdigest()[:32]}"
 
@@ -82,10 +84,15 @@ def weights_fingerprint(model: Any) -> str:
     return f"weights:{digest.hexdigest()[:32]}"
 
 
-def _of_weights(decoder: nn.Module) -> Iterator[tuple[str, bytes]]:
-    adapters = _of_adapters(decoder)
-    for prefix, module in decoder.named_modules():
-        if module in adapters:
+def _of_weights(model: Any) -> Iterator[tuple[str, bytes]]:
+    if is_encoder_decoder(model):  # whose heads are beside its base model, or in it
+        host = unwrap(model)
+        part, head = host.base_model, host.get_output_embeddings()
+    else:
+        part, head = model.get_decoder() if hasattr(model, "get_decoder") else model, None
+    left_out = _of_adapters(part) | {head}
+    for prefix, module in part.named_modules():
+        if module in left_out:
             continue
         with weights_in_memory(module):
             for name, tensor in _own_tensors(module):
@@ -133,13 +140,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def config_fingerprint(model: Any) -> str:
-    """A name for the settings of a host's text part, such as its rotary positions.
+    """A name for the settings of a host's text part and of its encoder, such as rotary positions.
 
     With the same weights, other settings are another host.
     """
     settings = {
         name: value
-        for name, value in text_config(model).to_dict().items()
+        for name, value in host_config(model).to_dict().items()
         if name not in _NOT_SETTINGS and not name.startswith("_")
     }
     return f"config:{hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]}"
@@ -251,7 +258,11 @@ def _settings_of_adapter(config: Any) -> bytes:
         for name, value in vars(config).items()
         if not _NOT_OF_STATES.fullmatch(name)
     }
-    return json.dumps(settings, sort_keys=True, default=str).encode()
+    return json.dumps(settings, sort_keys=True, default=_of_part).encode()
+
+
+def _of_part(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

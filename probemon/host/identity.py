@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from probemon.core.host_settings import state_settings
 from probemon.host.changes import HostMark
 from probemon.host.fingerprint import (
     active_adapters_fingerprint,
@@ -24,7 +23,8 @@ from probemon.host.fingerprint import (
     tokenizer_fingerprint,
     tokenizer_mark,
 )
-from probemon.host.model import find_layers, hidden_size, host_state, text_config, unwrap
+from probemon.host.model import find_layers, hidden_size, host_state, unwrap
+from probemon.host.settings import host_settings
 
 _WORDS = {
     "weights": "its weights were {}, now {}",
@@ -112,7 +112,7 @@ def stated_host(model: Any, model_id: str | None) -> dict[str, Any]:
         "hidden_size": hidden_size(host),
         "n_layers": len(find_layers(host)[1]),
         "fingerprint": fingerprint(host),
-        "settings": state_settings(text_config(host).to_dict()),
+        "settings": host_settings(host),
         **({"adapters": list(active), "adapter_weights": active_adapters_fingerprint(host, active)} if active else {}),
     }
 

@@ -245,6 +245,16 @@ def test_commands_that_are_suggested_are_there(command):
     assert command in COMMANDS.commands and not set(shell_words._COMMANDS) & set(COMMANDS.commands)
 
 
+def test_every_command_opens_a_model_in_the_same_way():
+    """Scores of one command are those of another only where both read the model in one number format."""
+    below = [*COMMANDS.commands.values()]
+    below += [inner for group in below for inner in getattr(group, "commands", {}).values()]
+    params = [param for command in below for param in command.params]
+    for name, default in [("dtype", "auto"), ("device", "cpu"), ("strict", False)]:
+        defaults = [param.default for param in params if param.name == name]
+        assert len(defaults) > 1 and set(defaults) == {default}, name
+
+
 # -- packs -----------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,16 @@ import warnings
 import peft
 import pytest
 import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    RobertaConfig,
+    RobertaForCausalLM,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 
 from conftest import make_model, make_pack
 from probemon.bem import BemConfig, attach_bem
@@ -77,6 +87,7 @@ TARGETS = {"target_modules": ["q_proj", "v_proj"]}
         tuple(peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, topk=k, **TARGETS) for k in (2, 4)),
         tuple(peft.HRAConfig(r=4, apply_GS=gram, **TARGETS) for gram in (False, True)),
         tuple(peft.LoraConfig(r=4, lora_alpha=alpha, init_lora_weights=False, **TARGETS) for alpha in (4, 32)),
+        tuple(peft.LoraConfig(r=4, trainable_token_indices=rows, **TARGETS) for rows in ([3, 5], [7, 9])),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
@@ -215,6 +226,89 @@ def test_every_value_of_a_host_is_in_its_fingerprint():
     weight = model.model.embed_tokens.weight.data
     weight[[3, 4]] = weight[[4, 3]]
     assert fingerprint(model) not in seen
+
+
+def bart():
+    sizes = {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=61, **sizes, **heads)
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(config).eval()
+
+
+def t5gemma(**of_encoder):
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    module = {**sizes, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    return T5GemmaForConditionalGeneration(T5GemmaConfig(encoder={**module, **of_encoder}, decoder=module)).eval()
+
+
+@pytest.mark.parametrize("make", [bart, t5gemma])
+def test_an_encoder_is_of_its_host_and_heads_are_not(make, tmp_path):
+    model, other = make(), make()
+    base, encoder = model.base_model, other.get_encoder()
+    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
+    assert fingerprint(model) == fingerprint(base) == fingerprint(other.to(torch.bfloat16))
+    lora = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    assert fingerprint(lora) == fingerprint(model)
+    with torch.no_grad():
+        next(p for p in encoder.layers.parameters() if p.dim() == 2)[1, 2] += 1
+    with pytest.raises(HostMismatch, match="weights are others"):
+        check_host(pack, other, strict=True)
+
+
+def test_settings_of_an_encoder_that_has_a_configuration_of_its_own_are_of_its_host(tmp_path):
+    model, other = t5gemma(), t5gemma(rms_norm_eps=0.1)
+    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
+    with pytest.raises(HostMismatch, match=r"encoder.rms_norm_eps is 0.1"):
+        check_host(pack, other, strict=True)
+    assert changed(host_identity(model), host_identity(other))
+
+
+def roberta(padding):
+    torch.manual_seed(0)
+    return RobertaForCausalLM(
+        RobertaConfig(
+            vocab_size=61,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            is_decoder=True,
+            pad_token_id=padding,
+        )
+    ).eval()
+
+
+def test_where_a_host_counts_positions_from_is_of_it(tmp_path):
+    """What the configuration calls padding once a host is made changes nothing."""
+    model, other = roberta(1), roberta(5)
+    other.load_state_dict(model.state_dict())
+    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
+    model.config.pad_token_id = 5
+    assert host_problems(pack, model, strict=True) == []
+    ids = torch.tensor([[7, 8, 9]])
+    assert not torch.allclose(model(ids).logits, other(ids).logits, atol=1e-3)
+    [problem] = host_problems(pack, other, strict=True)
+    assert "padding_idx is [5] and was [1]" in problem
+
+
+def nllb_moe(**settings):
+    sizes = {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_experts": 4, "vocab_size": 61}
+    torch.manual_seed(0)
+    return NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, **heads, **settings)).eval()
+
+
+@pytest.mark.parametrize(
+    "changed_setting", [{"moe_token_dropout": 0.7}, {"normalize_router_prob_before_dropping": True}]
+)
+def test_settings_that_are_called_like_those_of_training_count_where_states_depend_on_them(changed_setting, tmp_path):
+    model, other = nllb_moe(), nllb_moe(**changed_setting)
+    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
+    [problem] = host_problems(pack, other, strict=True)
+    assert next(iter(changed_setting)) in problem
+    assert host_problems(pack, nllb_moe(dropout=0.7, decoder_layerdrop=0.5), strict=True) == []
 
 
 def test_weights_are_read_once_for_all_packs_and_not_for_packs_that_state_none(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import threading
 from contextlib import ExitStack
 
 import numpy as np
+import peft
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -254,6 +255,28 @@ def test_exported_memory_goes_on_in_another_model_of_the_same_weights(model, ids
         import_memory(model, path)
     with pytest.raises(ConfigError, match="holds no memory"):
         export_memory(model, DynamicCache(config=model.config), tmp_path / "none.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_exported_memory_is_of_the_adapters_that_were_on_as_strongly(model, ids, tmp_path):
+    """What is in no tensor counts: how strongly an adapter is on, by its layers, and its settings."""
+    host = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["o_proj"])).eval()
+    own = host.get_base_model()
+    with torch.no_grad():
+        cache = own(ids[:, :25], use_cache=True).past_key_values
+    path = export_memory(own, cache, tmp_path / "memory.safetensors")
+    layers = [module for module in own.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    import_memory(own, path)
+    for module in layers:
+        module.set_scale("default", 3.0)
+    with pytest.raises(HostMismatch, match="another host"):
+        import_memory(own, path)
+    for module in layers:
+        module.set_scale("default", 1.0)
+    import_memory(own, path)
+    host.peft_config["default"].lora_alpha = 90
+    with pytest.raises(HostMismatch, match="another host"):
+        import_memory(own, path)
 
 
 def test_a_cache_whose_other_layers_keep_no_memory_is_not_exported_without_them(ids, tmp_path):

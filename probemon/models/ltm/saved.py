@@ -29,11 +29,13 @@ from probemon.models.ltm.state import MemoryState
 
 _FORMAT = "probemon-memory-1"
 _FIELDS = tuple(MemoryState.__dataclass_fields__)
+# Of the settings of PEFT's adapters, what is no part of what they do: of whom they are, by which release, for training.
+_NOT_OF_ADAPTERS = {"base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"}
 
 
 def host_hash(model: Any) -> str:
     """A hash of a host's configuration, without what does not change its answer, of its weights, and of which of PEFT's
-    adapters are on, and how strongly.
+    adapters are on, how strongly, and with which settings: seeds and scales are in no tensor.
     """
     config = {
         key: value
@@ -50,7 +52,15 @@ def host_hash(model: Any) -> str:
         for name, module in model.named_modules()
         if hasattr(module, "base_layer") and hasattr(module, "active_adapters")
     }
-    digest = hashlib.sha256(json.dumps([config, on], sort_keys=True, default=str).encode())
+    adapters = {
+        name: {
+            key: sorted(map(str, value)) if isinstance(value, set) else value
+            for key, value in vars(settings).items()
+            if key not in _NOT_OF_ADAPTERS
+        }
+        for name, settings in getattr(model, "peft_config", {}).items()
+    }
+    digest = hashlib.sha256(json.dumps([config, on, adapters], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

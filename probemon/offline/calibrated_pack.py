@@ -99,7 +99,7 @@ def write_calibrated(
     if expansion is not None:
         expand = torch.from_numpy(expansion.expand_threshold)
         quality["expansion"] = expansion.stated()
-        if not _is_exact(pack, alert, recommended):
+        if not _is_exact(pack, lowest_alert(alert, aggregated), recommended):
             recommended["load_threshold"] = "calibrated"
     entry = {
         **({} if alerts is None else alerts.stated()),

@@ -306,7 +306,7 @@ def _one_rule(packs: Sequence[ProbePack], name: str, alert: Tensor, rule: float 
     if any(pack.bounding for pack in deep):  # these have expand thresholds that follow the set; no others have
         return all(pack.bounding for pack in deep)
     rules = {
-        auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold"))
+        auto_threshold(pack.score_rule, pack.lowest_alert.numpy(), pack.recommended.get("load_threshold"))
         for pack in deep
     }
     return not deep or rules == {
@@ -393,10 +393,10 @@ def _joined_settings(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, 
     recommended = {key: value for key, value in settings.items() if key in recommended_keys or value != defaults[key]}
     deep = [pack for _, pack in named if pack.tree.has_children.any()]
     rules = {
-        auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.descent()[1].get("load_threshold"))
+        auto_threshold(pack.score_rule, pack.lowest_alert.numpy(), pack.descent()[1].get("load_threshold"))
         for pack in deep
     }
-    if len(rules) > 1 or ("exact" in rules and any(bool(pack.alert_threshold.isnan().any()) for _, pack in named)):
+    if len(rules) > 1 or ("exact" in rules and any(bool(pack.lowest_alert.isnan().any()) for _, pack in named)):
         return recommended | {"load_threshold": "calibrated"}, torch.from_numpy(
             np.concatenate([_writable_thresholds(member) for member in members])
         )

@@ -13,6 +13,7 @@ logit is never under that of any member (`probemon.packs.bounding_probes`).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.writer import PackWriter
 
 _STATES = 256  # random ones, for a pack without golden states
+Place = tuple[str, ...]  # the names from the top of a tree to one of it; where it states parents, the name alone
 _OF_ITS_HIERARCHY = ("load_threshold", "base_layers", "max_rounds")  # settings that mean nothing under another one
 
 
@@ -83,19 +85,18 @@ def with_hierarchy(
             f"{pack.name} has bounding probes ({pack.concepts[pack.bounding[0]]['id']!r}), which score over what lies"
             " below them and over nothing else: give the pack that they were put above"
         )
-    parents = _parents(tree)
-    labels = list(dict.fromkeys([*parents, *(parent for names in parents.values() for parent in names)]))
+    above = _places(tree)
+    labels = list(dict.fromkeys(place[-1] for place in [*above, *(one for places in above.values() for one in places)]))
     probes = _probes_of(pack, labels)
     if not probes:
         raise PackError(
             f"no concept of {pack.name} is named in the hierarchy, which has"
-            f" {', '.join(map(repr, list(parents)[:5]))}{', ...' if len(parents) > 5 else ''}: give ids or names of its"
+            f" {', '.join(map(repr, labels[:5]))}{', ...' if len(labels) > 5 else ''}: give ids or names of its"
             " concepts"
         )
     ids = [concept["id"] for concept in pack.concepts]
-    parent_ids = {
-        probe: [ids[probes[parent]] for parent in _nearest(label, parents, probes)] for label, probe in probes.items()
-    }
+    nearest = _nearest(above, probes)
+    parent_ids = {probe: [ids[probes[parent]] for parent in nearest[label]] for label, probe in probes.items()}
     lines = _lines_under(pack, parent_ids)
     placed_pack = copy_pack(
         pack,
@@ -114,15 +115,18 @@ def with_hierarchy(
     return placed_pack, Placement(n_placed, len(lines) - n_placed, groups, unnamed)
 
 
-def _parents(tree: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return parents by name, of either form of a tree. Raises `PackError` for anything else."""
+def _places(tree: Mapping[str, Any]) -> dict[Place, list[Place]]:
+    """Return the places above each place of a tree, of either form. Raises `PackError` for anything else.
+
+    In objects within objects each place is its own, whatever stands elsewhere by the same name.
+    """
     if not isinstance(tree, Mapping) or not tree:
         raise PackError("the hierarchy is empty or no object: give names within names, or parents by name")
     nested = all(isinstance(value, Mapping) for value in tree.values())
-    parents: dict[str, list[str]] = {}
-    waiting: list[tuple[str | None, Mapping[str, Any]]] = [(None, tree)]
+    above: dict[Place, list[Place]] = {}
+    waiting: deque[tuple[Place, Mapping[str, Any]]] = deque([((), tree)])
     while waiting:
-        parent, below = waiting.pop(0)
+        parent, below = waiting.popleft()
         for label, value in below.items():
             if nested:
                 if not isinstance(value, Mapping):
@@ -130,15 +134,14 @@ def _parents(tree: Mapping[str, Any]) -> dict[str, list[str]]:
                         f"{label!r} holds {value!r}: in a hierarchy of objects within objects, give an object for each"
                         " name, {} where nothing is below"
                     )
-                waiting.append((label, value))
-                names = [] if parent is None else [parent]
+                waiting.append(((*parent, label), value))
+                above[*parent, label] = [parent] if parent else []
             else:
                 names = [value] if isinstance(value, str) else value
                 if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                     raise PackError(f"the parents of {label!r} are {value!r}: give a name or a list of names")
-            known = parents.setdefault(label, [])
-            known += [name for name in names if name not in known]
-    return parents
+                above[(label,)] = [(name,) for name in dict.fromkeys(names)]
+    return above
 
 
 def _probes_of(pack: ProbePack, labels: list[str]) -> dict[str, int]:
@@ -159,17 +162,20 @@ def _probes_of(pack: ProbePack, labels: list[str]) -> dict[str, int]:
     return probes
 
 
-def _nearest(label: str, parents: Mapping[str, list[str]], probes: Mapping[str, int]) -> list[str]:
-    """Return the nearest names above a label that have a probe."""
-    nearest: list[str] = []
-    passed, waiting = {label}, list(parents.get(label, []))
-    while waiting:
-        name = waiting.pop(0)
-        if name in probes:
-            nearest += [name] if name not in nearest else []
-        elif name not in passed:
-            passed.add(name)
-            waiting += parents.get(name, [])
+def _nearest(above: Mapping[Place, list[Place]], probes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return the nearest names above each name that has a probe, which have one, too."""
+    nearest: dict[str, list[str]] = {label: [] for label in probes}
+    for start in above:
+        if start[-1] not in probes:
+            continue
+        found, passed, waiting = nearest[start[-1]], {start}, deque(above[start])
+        while waiting:
+            place = waiting.popleft()
+            if place[-1] in probes:
+                found += [place[-1]] if place[-1] not in found else []
+            elif place not in passed:
+                passed.add(place)
+                waiting += above.get(place, [])
     return nearest
 
 

@@ -437,6 +437,17 @@ def test_a_pack_that_finds_everything_goes_on_doing_so_by_default(pack, tmp_path
     ] == np.float32(0.2)
 
 
+def test_a_threshold_for_sentences_alone_leaves_a_descent_exact(model, tmp_path):
+    alert = torch.full((40,), 0.3)
+    alert[7] = torch.nan
+    pack = make_pack(tmp_path / "pack", model, alert_threshold=alert, aggregated={"max": torch.full((40,), 0.2)})
+    made = write_calibrated(pack, tmp_path / "a", expansion=made_expansion(pack))
+    assert "load_threshold" not in made.recommended
+    neither = make_pack(tmp_path / "neither", model, alert_threshold=alert)
+    made = write_calibrated(neither, tmp_path / "b", expansion=made_expansion(neither))
+    assert made.recommended["load_threshold"] == "calibrated"
+
+
 def test_nothing_is_overwritten_and_nothing_is_written_for_nothing(pack, tmp_path):
     with pytest.raises(PackError, match="exists"):
         write_calibrated(pack, pack.directory, watched=[3], alerts=made_alerts(Mean(), [0.5]))

@@ -248,6 +248,8 @@ def steered(path, seed, rule, most_parents=2):
     for thresholds in (alert, other):
         if choice != "exact" and rng.random() < 0.3:
             thresholds[0] = torch.nan
+    if of_sentences := rng.random() < 0.4:  # then some concepts have a threshold for these alone, and open for them
+        alert[torch.from_numpy(rng.random(n) < 0.3)] = torch.nan
     return ProbePack.write(
         path,
         name=path.name,
@@ -259,6 +261,9 @@ def steered(path, seed, rule, most_parents=2):
         licence="CC0-1.0",
         card="# random\n",
         alert_threshold=alert,
+        aggregated={"max": torch.rand(n, generator=torch.Generator().manual_seed(seed + 2)) * 0.6}
+        if of_sentences
+        else {},
         alert_set="main",
         alert_sets={"low": other},
         expand_threshold=torch.rand(n, generator=torch.Generator().manual_seed(seed + 1)),
@@ -497,6 +502,28 @@ def test_a_group_without_a_probe_passes_its_children_on(tmp_path):
         flat(tmp_path / "flat"), {"animal": {"swimmers": {"big ones": {"whale": {}}}}}, tmp_path / "tree"
     )
     assert made.concepts[made.find("whale")]["parents"] == ["c0"] and told.groups == ["swimmers", "big ones"]
+
+
+def test_places_of_one_name_without_a_probe_are_not_one(tmp_path):
+    """What is put under "other" in one branch has nothing to do with the "other" of another branch; a concept is one,
+    wherever it stands.
+    """
+    tree = {
+        "animal": {"other": {"kinds": {"whale": {}}, "lie": {}}},
+        "vehicle": {"ship": {"other": {"kinds": {"boat": {}}, "lie": {}}}, "other": {"dog": {}}},
+    }
+    made, told = with_hierarchy(flat(tmp_path / "flat"), tree, tmp_path / "tree")
+    parents = {concept["name"]: concept["parents"] for concept in made.concepts}
+    assert parents == {
+        "animal": [],
+        "mammal": [],
+        "whale": ["c0"],
+        "dog": [],
+        "ship": [],
+        "boat": ["c4"],
+        "lie": ["c0", "c4"],
+    }
+    assert told.groups == ["vehicle", "other", "kinds"] and told.unnamed == ["c1"]
 
 
 def test_a_hierarchy_that_cannot_be_is_refused(tmp_path):

@@ -300,29 +300,29 @@ def _labels(path: Path | None) -> dict[int, str] | None:
         return None
     content = read_json(path)
     if not isinstance(content, dict) or not all(
-        isinstance(value, str) and key.isascii() and key.isdigit() for key, value in content.items()
+        isinstance(value, str) and _is_number(key) and key == str(int(key)) for key, value in content.items()
     ):
         raise ConfigError(f'{path}: expected an object of names by number of feature, such as {{"17": "cats"}}')
-    return {int(key): value for key, value in content.items() if len(key) < 10}
+    return {int(key): value for key, value in content.items()}
 
 
 def _numbers(text: str | None) -> Iterator[int] | None:
     """Return `3,17,100-120` as numbers. Raises `ConfigError`."""
     if text is None:
         return None
-
-    def is_number(piece: str) -> bool:
-        return piece.isascii() and piece.isdigit() and len(piece) < 10
-
     ranges: list[range] = []
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not is_number(first) or (dash and not is_number(last)):
+        if not _is_number(first) or (dash and not _is_number(last)):
             raise ConfigError(f"--features {text!r}: {part.strip()!r} is no number and no range: write 3,17,100-120")
         ranges.append(range(int(first), int(last if dash else first) + 1))
         if not ranges[-1]:
             raise ConfigError(f"--features {text!r}: {part.strip()!r} is backwards: write the smaller number first")
     return itertools.chain(*ranges)
+
+
+def _is_number(piece: str) -> bool:
+    return piece.isascii() and piece.isdigit() and len(piece) < 10
 
 
 def _report_manifest(pack: ProbePack, as_json: bool) -> None:

@@ -170,12 +170,16 @@ def test_every_importer_has_its_command_and_its_section():
         (["saelens", "sae", "p", "--features", "1,7-3"], "'7-3' is backwards"),
         (["saelens", "sae", "p", "--sharpness", "1e-30"], "sharpness is 1e-30: give a number from 0.001 to 1000"),
         (["saelens", "sae", "p", "--names", "heads.json"], "names by number of feature"),
+        (["saelens", "sae", "p", "--names", "long.json"], "names by number of feature"),
+        (["saelens", "sae", "p", "--names", "twice.json"], "names by number of feature"),
         (["saelens", "probelab-probes", "p"], "cfg.json is missing"),
         (["safetensors", "heads.safetensors", "p", "--mapping", "sae-names.json"], "no field '7'"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(place, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(place)
+    Path("long.json").write_text('{"7": "cats", "12345678901": "dogs"}')
+    Path("twice.json").write_text('{"7": "cats", "07": "dogs"}')
     code, out, error = run(monkeypatch, capsys, "import", *arguments)
     assert code == 2 and message in error and error.startswith("probemon: ") and error.count("\n") == 1 and not out
     assert not (place / "p").exists()

@@ -36,10 +36,11 @@ def host_settings(model: Any) -> dict[str, Any]:
     """
     config = host_config(model).to_dict()
     settings = state_settings(config) | {name: config[name] for name in _OF_STATES & config.keys()}
-    counted_from = [module.padding_idx for module in unwrap(model).modules() if _counts_positions(module)]
+    modules = list(unwrap(model).modules())
+    counting = {kind for kind in {type(module) for module in modules} if _counts_positions(kind)}
+    counted_from = [getattr(module, "padding_idx", None) for module in modules if type(module) in counting]
     return settings | ({"padding_idx": counted_from} if counted_from else {})
 
 
-def _counts_positions(module: nn.Module) -> bool:
-    counts = any(name.startswith("create_position_ids") for name in dir(type(module)))
-    return counts and getattr(module, "padding_idx", None) is not None
+def _counts_positions(kind: type[nn.Module]) -> bool:
+    return any(name.startswith("create_position_ids") for name in dir(kind))

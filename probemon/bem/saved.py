@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site, find_sites
 from probemon.core.files import save_tensors, sha256, write_text_atomically
-from probemon.core.host_settings import differing
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch
 from probemon.host.adapters import OWN_NAME
 from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
 from probemon.host.internals import tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size, host_state
 from probemon.host.settings import host_settings
+from probemon.state_settings import differing
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"

@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from probemon.core.host_settings import differing
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.core.scores import HostState
 from probemon.errors import HostMismatch
@@ -20,6 +19,7 @@ from probemon.host.recurrent.state_sites import site_width
 from probemon.host.settings import host_settings
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
+from probemon.state_settings import differing
 
 _SHOWN = 3  # settings that differ, so many are named
 

@@ -26,7 +26,6 @@ from probemon.core.checks import shown
 from probemon.core.concept_names import Wanted
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
-from probemon.core.host_settings import differing
 from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.probes import InputSpec
 from probemon.core.score_counts import N_BINS
@@ -40,6 +39,7 @@ from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import ALWAYS
 from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import PackWriter
+from probemon.state_settings import differing
 
 _SHOWN = 5
 _MERGED = "merged"  # the set in force of packs whose own are called unlike

@@ -17,6 +17,8 @@ from transformers import (
     RobertaForCausalLM,
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 
 from conftest import make_model, make_pack
@@ -172,6 +174,7 @@ def with_settings(change):
     "name, change",
     [
         ("rope_parameters.rope_theta is 1000000.0", lambda config: config.rope_parameters.update(rope_theta=1e6)),
+        ("rope_parameters.attention_factor is 2.0", lambda config: config.rope_parameters.update(attention_factor=2.0)),
         ("rms_norm_eps is 0.1", lambda config: setattr(config, "rms_norm_eps", 0.1)),
     ],
 )
@@ -249,6 +252,7 @@ def test_an_encoder_is_of_its_host_and_heads_are_not(make, tmp_path):
     base, encoder = model.base_model, other.get_encoder()
     pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
     assert fingerprint(model) == fingerprint(base) == fingerprint(other.to(torch.bfloat16))
+    assert host_problems(pack, other, strict=True) == []
     lora = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
     assert fingerprint(lora) == fingerprint(model)
     with torch.no_grad():
@@ -280,17 +284,24 @@ def roberta(padding):
     ).eval()
 
 
-def test_where_a_host_counts_positions_from_is_of_it(tmp_path):
+def xglm(padding):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2}
+    return XGLMForCausalLM(XGLMConfig(**sizes, pad_token_id=padding)).eval()
+
+
+@pytest.mark.parametrize("make", [roberta, xglm])
+def test_where_a_host_counts_positions_from_is_of_it(make, tmp_path):
     """What the configuration calls padding once a host is made changes nothing."""
-    model, other = roberta(1), roberta(5)
+    model, other = make(1), make(2)
     other.load_state_dict(model.state_dict())
     pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
-    model.config.pad_token_id = 5
+    model.config.pad_token_id = 2
     assert host_problems(pack, model, strict=True) == []
     ids = torch.tensor([[7, 8, 9]])
     assert not torch.allclose(model(ids).logits, other(ids).logits, atol=1e-3)
     [problem] = host_problems(pack, other, strict=True)
-    assert "padding_idx is [5] and was [1]" in problem
+    assert "padding_idx is [2] and was [1]" in problem
 
 
 def nllb_moe(**settings):

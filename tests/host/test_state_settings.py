@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from probemon.core.host_settings import differing, state_settings
+from probemon.state_settings import differing, state_settings
 
 LLAMA = AutoConfig.for_model("llama").to_dict()
 
@@ -30,6 +30,13 @@ def test_settings_are_json_and_say_nothing_of_how_a_host_is_loaded():
         ({"attention_bias": True}, ["attention_bias is True and was False"]),
         ({"eos_token_id": 9, "attention_dropout": 0.1}, []),
         ({"of_a_later_release": 1}, []),
+        ({"router_jitter_noise": 0.0, "task_specific_params": {"a": {"b": 1}}}, []),
+        (
+            {"rope_parameters": None},
+            ["rope_parameters.rope_theta is None and", "rope_parameters.rope_type is None and"],
+        ),
+        ({"rope_parameters": {**LLAMA["rope_parameters"], "mscale": 2.0}}, ["rope_parameters.mscale is 2.0 and was"]),
+        ({"rope_parameters": {**LLAMA["rope_parameters"], "factor": None}}, []),
     ],
 )
 def test_what_differs_is_named(change, expected):
@@ -42,5 +49,34 @@ def test_what_differs_is_named(change, expected):
 def test_what_one_release_says_alone_is_no_difference():
     assert differing({"rope_theta": 1e4, "bias": None}, {"rope_parameters": {"rope_theta": 1e6}, "bias": None}) == []
     assert differing({"layers": [1, 2.0]}, {"layers": [1, 2]}) == []
-    assert len(differing({"eps": 10**400, "bias": {"a": 1}}, {"eps": 0.1, "bias": False})) == 1
+    assert len(differing({"eps": 10**400, "bias": {"a": 1}}, {"eps": 0.1, "bias": False})) == 2
+    one = {"encoder": {"model_type": "t5", "eps": 1e-6, "of_another_release": 1}}
+    assert differing(one, {"encoder": {"model_type": "t5", "eps": 1e-5}}) == ["encoder.eps is 1e-05 and was 1e-06"]
+    nested = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
+    assert len(differing({"rope_parameters": {"rope_theta": 1e4}}, nested)) == 2
+
+
+def test_names_say_what_is_of_training_and_kinds_of_values_what_is_not():
+    counted = {
+        "token_dropout": True,
+        "moe_token_dropout": 0.2,
+        "normalize_router_prob_before_dropping": False,
+        "output_gate_type": None,
+        "output_multiplier": 2.0,
+        "router_jitter_noise": 0.01,
+        "mask_token_id": 3,
+        "image_token_id": 4,
+    }
+    left_out = {
+        "hidden_dropout": 0.1,
+        "drop_path_rate": [0.1, 0.2],
+        "output_attentions": False,
+        "bos_token_id": 1,
+        "decoder_start_token_id": 1,
+        "audio_eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    assert state_settings({**counted, **left_out}) == counted
+    inner = {"model_type": "t5", "eps": 0.1}
+    assert state_settings({"encoder": {**inner, **left_out, "dtype": "bfloat16"}}) == {"encoder": inner}
     assert differing({"layers": [1, 2]}, {"layers": [1]}) == ["layers is [1] and was [1, 2]"]

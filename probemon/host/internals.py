@@ -221,6 +221,11 @@ def attention_kind(config: Any) -> str:
     return str(getattr(config, "_attn_implementation", ""))
 
 
+def masks_padding(model: Any) -> bool:
+    """Whether a host that is given no mask makes one of which tokens are padding (t5gemma)."""
+    return hasattr(sys.modules.get(type(model).__module__), "make_default_2d_attention_mask")
+
+
 def is_stateful(model: Any) -> bool:
     """Whether transformers says by `_is_stateful` that a host keeps a state that cannot be rolled back."""
     return bool(getattr(model, "_is_stateful", False))

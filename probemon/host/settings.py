@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from probemon.host.internals import masks_padding
 from probemon.host.model import is_encoder_decoder, text_config, unwrap
 from probemon.state_settings import state_settings
 
@@ -23,10 +24,13 @@ def host_settings(model: Any) -> dict[str, Any]:
     """Return those of a host's settings on which its states depend, in values that JSON has.
 
     `padding_idx`: of a host that counts positions from it, or has none there (roberta, esm, xglm), whatever its
-    configuration says now.
+    configuration says now. `pad_token_id`: of one that looks for it itself.
     """
-    settings = state_settings(host_config(model).to_dict())
-    modules = list(unwrap(model).modules())
+    host, config = unwrap(model), host_config(model)
+    settings = state_settings(config.to_dict())
+    if masks_padding(host):
+        settings["pad_token_id"] = config.pad_token_id
+    modules = list(host.modules())
     counting = {kind for kind in {type(module) for module in modules} if _counts_positions(kind)}
     of_them = [getattr(module, "padding_idx", None) for module in modules if type(module) in counting]
     counted_from = [number for number in of_them if number is not None]

@@ -19,6 +19,8 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
 )
 
 from conftest import HIDDEN, LAYERS, OLDEST, PAD, make_model
@@ -675,3 +677,12 @@ def test_rehearsal_of_xlora_is_known(xlora):
     with torch.no_grad():
         xlora(PROMPT)
     assert passes == [True, False], "PEFT: X-LoRA runs without adapters first, and says so by disable_adapters"
+
+
+def test_a_host_that_makes_a_mask_of_what_is_padding_is_known_by_its_module():
+    config = T5GemmaConfig(
+        **{part: {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9} for part in ("encoder", "decoder")}
+    )
+    with torch.device("meta"):
+        assert internals.masks_padding(T5GemmaForConditionalGeneration(config))
+    assert not internals.masks_padding(make_model())

@@ -51,7 +51,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], above: str, na
         was, value = before.get(name), now.get(name)
         if isinstance(was, Mapping) and isinstance(value, Mapping) and (_is_config(was) or _is_config(value)):
             yield from _differing(was, value, f"{above}{name}.", [part for part in was if part in value])
-        elif isinstance(was, Mapping | None) and isinstance(value, Mapping | None) and (was or value):
+        elif isinstance(was, Mapping | None) and isinstance(value, Mapping | None):
             was, value = was or {}, value or {}
             yield from _differing(was, value, f"{above}{name}.", list({**was, **value}))
         elif not _same(was, value):

@@ -50,6 +50,7 @@ def test_what_one_release_says_alone_is_no_difference():
     assert differing({"rope_theta": 1e4, "bias": None}, {"rope_parameters": {"rope_theta": 1e6}, "bias": None}) == []
     assert differing({"layers": [1, 2.0]}, {"layers": [1, 2]}) == []
     assert len(differing({"eps": 10**400, "bias": {"a": 1}}, {"eps": 0.1, "bias": False})) == 2
+    assert differing({"rope_parameters": None, "a": {}}, {"rope_parameters": {}, "a": {"b": None}}) == []
     one = {"encoder": {"model_type": "t5", "eps": 1e-6, "of_another_release": 1}}
     assert differing(one, {"encoder": {"model_type": "t5", "eps": 1e-5}}) == ["encoder.eps is 1e-05 and was 1e-06"]
     nested = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}

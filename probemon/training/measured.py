@@ -20,7 +20,7 @@ from torch import Tensor
 from probemon.core.aggregate import Each
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import clustered, design_effect
-from probemon.core.score_counts import ScoreCounts
+from probemon.core.score_counts import N_BINS, ScoreCounts
 from probemon.core.scores import Floats
 from probemon.training.calibration import (
     PRECISION,
@@ -48,7 +48,7 @@ from probemon.training.state_store import StateStore
 from probemon.training.texts import overlapping
 from probemon.training.words import places_of
 
-_CHUNK = 1 << 14
+_CHUNK, _CELLS = 1 << 14, 1 << 21
 _EMBEDDING_BYTES, _SCORE_BYTES = 16 << 20, 1 << 30
 MASKED_CONCEPTS = 64  # of so many, at most, the score without give-away words is taken
 BASELINES = ("words", "embedding", "pooled", "length", "position")
@@ -174,8 +174,8 @@ class Measured:
     @property
     def score_counts(self) -> dict[str, Tensor]:
         """How the concepts score at the tokens of texts that calibrate and are without them, as a pack holds it."""
-        benign = ((self.data.known == 0) & self.data.of("calibrate")[:, None])[self.part]
-        counts = ScoreCounts.of(np.where(benign, self.scores, np.float32(np.nan)))
+        benign = (self.data.known == 0) & self.data.of("calibrate")[:, None]
+        counts = counts_where(benign, self.scores, self.part)
         return {str(Each()): torch.from_numpy(counts.counts.copy())} if counts.n.any() else {}
 
     @property
@@ -306,6 +306,19 @@ class Measured:
             "per_token": float(fires.sum(axis=1).mean()),
             "share_of_tokens": float(fires.any(axis=1).mean()),
         }
+
+
+def counts_where(use: Mask, scores: Floats, part: Ints) -> ScoreCounts:
+    """Return the counts of those scores `[R, P]` whose part's cell in `use [S, P]` is true. They are taken a block of
+    rows at a time: what is made of them on the way takes ten times as much memory as they do.
+    """
+    rows = np.flatnonzero(np.asarray(use.any(axis=1))[part])
+    counts = ScoreCounts(np.zeros((scores.shape[1], N_BINS), dtype=np.int64))
+    size = max(1, _CELLS // scores.shape[1])
+    for begin in range(0, len(rows), size):
+        some = rows[begin : begin + size]
+        counts += ScoreCounts.of(np.where(use[part[some]], scores[some], np.float32(np.nan)))
+    return counts
 
 
 def _share(count: int, n: int, effect: float) -> dict[str, Any]:

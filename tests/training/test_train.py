@@ -6,6 +6,7 @@ The hosts are random, and so are the texts but for their letters: what is tested
 import copy
 import hashlib
 import random
+import tracemalloc
 
 import numpy as np
 import peft
@@ -36,6 +37,7 @@ from probemon.training.calibration import precision_thresholds, thresholds
 from probemon.training.card import warnings
 from probemon.training.dataset import Dataset
 from probemon.training.examples import read_examples
+from probemon.training.measured import counts_where
 from probemon.training.metrics import auroc_of
 from probemon.training.state_store import TextReader
 from probemon.training.texts import render
@@ -111,6 +113,21 @@ def test_what_is_claimed_is_what_the_written_pack_does(model, trained, settings)
         of_test = np.flatnonzero(test & (known[:, p] == 1))
         fires = np.concatenate([by_part[i][:, p] for i in of_test]) > threshold
         assert found["alert"]["test"]["with"]["rate"] == pytest.approx(fires.mean(), abs=0.01)
+
+
+def test_scores_are_counted_in_little_memory():
+    """A thousand concepts on half a million tokens are 2 GB of scores; all that is made of them at once was twenty."""
+    rng = np.random.default_rng(0)
+    scores, part = rng.random((40_000, 200), dtype=np.float32), rng.integers(0, 30, size=40_000)
+    use = rng.random((30, 200)) < 0.5
+    use[3] = False
+    expected = ScoreCounts.of(np.where(use[part], scores, np.float32(np.nan))).counts
+    tracemalloc.start()
+    counts = counts_where(use, scores, part).counts
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(counts, expected) and expected.sum() > 3_000_000
+    assert peak < 4 * scores.nbytes
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

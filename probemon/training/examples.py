@@ -413,6 +413,9 @@ def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:
             raise TrainingError(f"{where}: 'labels' has a value that is neither true nor false")
         return {_id(str(id), where): bool(value) for id, value in positive.items()}
     absent = row.get("not", [])
+    for side, name in ((positive, "labels"), (absent, "not")):
+        if isinstance(side, str) and ";" in side:  # what takes apart the cells of a table would be one concept here
+            raise TrainingError(f"{where}: {name!r} is {side!r:.80}: give a list, [...], of concepts")
     sides = [
         [_id(id, where) for id in _texts([str(side)] if isinstance(side, (str, int)) else side, name, where)]
         for side, name in ((positive, "labels"), (absent, "not"))

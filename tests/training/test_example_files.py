@@ -154,6 +154,8 @@ def _written(path, *rows):
         ([["a", "x"]], "example 0 is list"),
         ([{"text": "a", "labels": [3]}], "'labels' holds 3"),
         ([{"text": "a", "label": 1}], "example 0: '1' names no concept"),
+        ([{"text": "a", "labels": "x;y"}], r"example 0: 'labels' is 'x;y': give a list, \[...\], of concepts"),
+        ([{"text": "a", "labels": ["x"], "not": "y;z"}], "example 0: 'not' is 'y;z': give a list"),
         ([{"text": "a", "label": "true"}], "example 0: 'true' names no concept"),
         ([{"text": "a", "labels": ["x"], "span": []}], "has 'span', which says nothing here: did you mean 'spans'?"),
         ([{"text": "a", "concepts": ["x"]}], "did you mean 'labels'?"),

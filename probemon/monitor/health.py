@@ -86,9 +86,11 @@ def run_health(
     ended: bool,
     not_numbers: Collection[str],
     host_changed: bool,
+    holds_host: bool,
 ) -> Health:
     """Return the health of a run from what it knows by now. `threads`: whose forwards it watches. `not_numbers`: see
-    `Scorer.not_numbers`. `host_changed`: within a generation or a document, or an earlier turn of it.
+    `Scorer.not_numbers`. `host_changed`: within a generation or a document, or an earlier turn of it. `holds_host`:
+    whether the run was to begin on one host alone (`strict`, a deployment's `host`).
     """
     tokens = Counter(publisher.tokens)
     return Health(
@@ -98,7 +100,7 @@ def run_health(
             _gaps(watcher.n_gaps, threads.n_unwatched, tokens.total()),
             _tokens(watcher, tokens, not_numbers, threads, ended),
             _states(tokens, not_numbers),
-            _host(host_changed, publisher.n_host_changes),
+            _host(host_changed, publisher.n_host_changes, holds_host),
             _callbacks(failures),
             _judges(publisher.verdicts),
             _sinks(publisher.sinks()),
@@ -188,14 +190,20 @@ def _states(tokens: Counter[str], not_numbers: Collection[str]) -> Check:
     )
 
 
-def _host(changed: bool, n_between: int) -> Check:
-    """`n_between`: how often it was another when a generation or a document began than when the one before did."""
+def _host(changed: bool, n_between: int, holds: bool) -> Check:
+    """`n_between`: how often it was another when a generation or a document began than when the one before did, or the
+    run attached.
+    """
     if changed:
         what = "weights or adapters of the host changed within a generation or a document"
         return Check("host", WARNING, what, "Its scores are not all of one model: change them between generations.")
     if n_between:
         times = "once" if n_between == 1 else f"{n_between:,} times"
-        what = f"weights or adapters of the host changed {times} between generations or documents"
+        what = f"weights or adapters of the host changed {times} after the attach, between generations or documents"
+        if holds:
+            return Check(
+                "host", WARNING, f"{what}: it is not the one that was asked for", "Attach anew, which compares it."
+            )
         return Check("host", OK, f"{what}, and within none as far as is known: not all results are of one model")
     return Check("host", OK, "no weights or adapters of the host are known to have changed")
 

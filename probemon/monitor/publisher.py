@@ -74,8 +74,8 @@ class Publisher:
         self._n_generated, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
         self.host_changed = False  # within a generation, or a document, of which nothing is kept any more
-        self.n_host_changes = 0  # between two of them: when the later one began, the host was another
-        self._newest_mark: HostMark | None = None
+        self.n_host_changes = 0  # when one began, the host was another than when the one before did, or at the attach
+        self.newest_mark: HostMark | None = None
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
 
     @property
@@ -128,7 +128,7 @@ class Publisher:
         with self._keeping:
             self.tokens.update(scores.coverage.unseen)
             if recording.mark is not None and not recording.n_entries:  # it begins; an engine of its own has no marks
-                last, self._newest_mark = self._newest_mark, recording.mark
+                last, self.newest_mark = self.newest_mark, recording.mark
                 self.n_host_changes += last is not None and recording.mark.differs(last)
             recording.add(placed, scores, reads, watch.number)
             if self._keep_tokens is not None:

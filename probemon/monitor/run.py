@@ -167,6 +167,9 @@ class MonitorRun:
             observer=self._followers,
             one_thread=self._one_thread,
         )
+        self._holds_host = strict or (deployment is not None and "host" in deployment.content)
+        if isinstance(self._watcher, Watcher):  # what was compared above; an engine of its own has no marks
+            self._publisher.newest_mark = self._watcher.host_mark()
         self._stack = ExitStack()
 
     def __repr__(self) -> str:
@@ -442,6 +445,7 @@ class MonitorRun:
             ended=self._ended,
             not_numbers=self.manager.not_numbers,
             host_changed=self._publisher.host_changed or any(one.host_changed for one in list(self.recordings)),
+            holds_host=self._holds_host,
         )
         parts = (self.budget, self.breaker, None if self._requests is None else self._requests.drift)
         return health.with_checks(part.check() for part in parts if part is not None)

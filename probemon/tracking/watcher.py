@@ -29,6 +29,7 @@ from transformers import StoppingCriteriaList
 from probemon.core.scores import Gap
 from probemon.core.shadow import shadow
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding, NotSupportedHost
+from probemon.host.changes import HostMark
 from probemon.host.image_offsets import ImageOffsets
 from probemon.host.internals import proposes_tokens, shadow_prepared_inputs, shadow_stopping_criteria
 from probemon.host.model import is_compiled, is_encoder_decoder
@@ -104,6 +105,10 @@ class Watcher:
     def open(self) -> bool:
         """Whether the host is watched."""
         return self._hooks.open
+
+    def host_mark(self) -> HostMark:
+        """Return what the host is now, to be compared with what it is when a generation begins."""
+        return self._hooks.recordings.marks.now()
 
     @property
     def recordings(self) -> list[Recording]:

@@ -6,7 +6,7 @@ import copy
 import threading
 import types
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import peft
 import pytest
@@ -286,12 +286,12 @@ def test_health_says_that_the_host_changed_between_generations_and_does_not_forg
         assert host_check(run) == ("ok", "no weights or adapters of the host are known to have changed")
         two_adapters.set_adapter("two")
         two_adapters.generate(input_ids=IDS, **GREEDY)
-        assert "of the host changed once between generations or documents, and within none" in host_check(run)[1]
+        assert "changed once after the attach, between generations or documents, and within none" in host_check(run)[1]
         two_adapters.get_base_model().model.layers[0].mlp.down_proj.weight.mul_(3)
         two_adapters.generate(input_ids=IDS, **GREEDY)
         two_adapters.generate(input_ids=IDS, **GREEDY)
         state, between = host_check(run)
-        assert state == "ok" and "changed 2 times between generations" in between and not run.health().wrong
+        assert state == "ok" and "changed 2 times after the attach" in between and not run.health().wrong
         switch = [True]
         run.listen(lambda placed, scores: two_adapters.set_adapter("one") if switch and switch.pop() else None)
         switched = two_adapters.generate(input_ids=IDS, **GREEDY)
@@ -301,6 +301,27 @@ def test_health_says_that_the_host_changed_between_generations_and_does_not_forg
         two_adapters.generate(input_ids=IDS + 1, **GREEDY)
         assert kept not in run.recordings and host_check(run) == within
     assert host_check(run) == within and switched.shape[0] == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_host_that_is_replaced_before_its_first_generation_is_not_the_one_that_was_compared(
+    tmp_path, strict, entered
+):
+    """Whether that is before the block of the run or in it."""
+    model, other = make_model(), make_model(seed=1)
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model))
+    with torch.no_grad(), ExitStack() as stack:
+        run = manager.attach(model, strict=strict)
+        if entered:
+            stack.enter_context(run)
+            assert host_check(run) == ("ok", "no weights or adapters of the host are known to have changed")
+        model.load_state_dict(other.state_dict())
+        if not entered:
+            stack.enter_context(run)
+        model.generate(input_ids=IDS, **GREEDY)
+        state, what = host_check(run)
+    assert state == ("warning" if strict else "ok") and "changed once after the attach" in what
 
 
 @ADAPTED

@@ -133,9 +133,9 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
 
 def settings_of_host() -> dict[str, Any]:
     from probemon.bundled import load_bundled
-    from probemon.core.host_settings import state_settings
+    from probemon.host.settings import host_settings
 
-    return state_settings(load_bundled()[0].config.to_dict())
+    return host_settings(load_bundled()[0])
 
 
 def size_of(folder: Path) -> int:

@@ -97,7 +97,7 @@ def run_health(
         (
             _attached(watcher, ended),
             _hooks(watcher.hook_faults()),
-            _gaps(watcher.n_gaps, threads.n_unwatched, tokens.total()),
+            _gaps(watcher.n_gaps, threads, tokens.total()),
             _tokens(watcher, tokens, not_numbers, threads, ended),
             _states(tokens, not_numbers),
             _host(host_changed, publisher.n_host_changes, holds_host),
@@ -131,22 +131,25 @@ def _hooks(faults: HookFaults) -> Check:
     return Check("hooks", OK, f"{faults.n_hooks} hooks are where they were put")
 
 
-def _gaps(n_gaps: int, n_unwatched: int, n_tokens: int) -> Check:
-    if n_unwatched:  # of a token of each row at least
-        beside = f", and at {counted(n_gaps, 'place')} tokens ran past our hooks" if n_gaps else ""
-        return Check(
-            "gaps",
-            state_of(n_gaps + n_unwatched, n_tokens + n_unwatched),
-            f"{counted(n_unwatched, 'forward')} of a generate() that had begun before went unwatched{beside}",
-            "Attach before anything generates, and look generate() up inside the with block.",
-        )
-    if not n_gaps:
+def _gaps(n_gaps: int, threads: WatchedThreads, n_tokens: int) -> Check:
+    before, alone = threads.n_unwatched, threads.n_alone  # of a token of each row at least
+    if not (before or alone or n_gaps):
         return Check("gaps", OK, "no forward is known to have passed our hooks")
+    found, remedies = [], []
+    if before:
+        found.append(f"{counted(before, 'forward')} of a generate() that had begun before went unwatched")
+        remedies.append("Attach before anything generates, and look generate() up inside the with block.")
+    if alone:
+        found.append(f"{counted(alone, 'forward')} ran layers outside of the decoder that is watched")
+        remedies.append("Call the model itself, and attach to the one that is called.")
+    if n_gaps:
+        found.append(f"at {counted(n_gaps, 'place')} the host ran tokens past our hooks")
+        remedies.append(
+            "Find what calls layers directly, or compiled the host before it was attached; run.gaps has the columns."
+        )
+    n_unwatched = before + alone
     return Check(
-        "gaps",
-        state_of(n_gaps, n_tokens),
-        f"at {n_gaps:,} {'place' if n_gaps == 1 else 'places'} the host ran tokens past our hooks",
-        "Find what calls layers directly, or compiled the host before it was attached; run.gaps has the columns.",
+        "gaps", state_of(n_gaps + n_unwatched, n_tokens + n_unwatched), ", and ".join(found), " ".join(remedies)
     )
 
 

@@ -353,8 +353,8 @@ class DecoderHooks:
             thread.alone.add(site)  # this thread may have been inside a forward when another one attached
             return
         # What a generation, or a batching manager, samples says which of its tokens were not seen.
-        if thread.generation is None and not self.batches.open:
-            self.plain.report_layer_alone(site)
+        if thread.generation is None and not self.batches.open and self.plain.report_layer_alone(site):
+            self._threads.layers_alone[site] += 1
 
     def _complete(self) -> bool:
         """Whether the tokens that wait have been seen at every site."""

@@ -107,10 +107,12 @@ class PlainForwards:
         self._shown.newest.append(forward.ids)
         return decodes
 
-    def report_layer_alone(self, site: str) -> None:
-        """A layer ran, and no forward of the decoder is open: an error where rules or sinks wait, else a warning."""
+    def report_layer_alone(self, site: str) -> bool:
+        """A layer ran, and no forward of the decoder is open: an error where rules or sinks wait, else a warning.
+        Return whether it ran tokens.
+        """
         if in_backward():  # gradient checkpointing runs layers again: no new token
-            return
+            return False
         what = (
             f"the layer of {site} ran outside of a forward of {type(self._decoder).__name__}, and its tokens are not"
             " watched: something calls .forward() of the decoder, or another model has the same layers. Call the model"
@@ -121,6 +123,7 @@ class PlainForwards:
         if not self._warned:
             self._warned = True
             LOG.warning(what)
+        return True
 
 
 def refuse_padding(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 
 
 class WatchedThreads:
@@ -20,6 +21,7 @@ class WatchedThreads:
         # Forwards of every generate() that cannot be followed: it began before, was looked up before, or was called on
         # the class.
         self.n_unwatched = 0
+        self.layers_alone = Counter[str]()  # by site, how often its layer ran outside of a forward of the decoder
         self.ran_in_other = False  # whether the host ran in a thread that is not watched, as far as is known
         self._before: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -27,6 +29,11 @@ class WatchedThreads:
         """Begin, in the calling thread."""
         self._here.attached = True
         self._before = weakref.WeakSet(threading.enumerate())
+
+    @property
+    def n_alone(self) -> int:
+        """How many forwards ran layers without their decoder: of one several sites may tell."""
+        return max(self.layers_alone.values(), default=0)
 
     @property
     def attached_here(self) -> bool:

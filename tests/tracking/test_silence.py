@@ -127,6 +127,22 @@ def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
         act()
 
 
+@pytest.mark.parametrize("way", [past_the_hooks, by_another_decoder])
+def test_health_counts_the_forwards_that_ran_layers_past_the_decoder(two_sites, way):
+    """Once each, at however many sites; few beside what was seen are a warning, and all there was is a failure."""
+    model = make_model()
+    act, many = way(model), IDS.repeat(40, 40)[:, :100]
+    with torch.no_grad(), DynamicProbeManager(two_sites).attach(model) as run:
+        act()
+        act()
+        [gaps] = [check for check in run.health().checks if check.name == "gaps"]
+        n = 2 if way is past_the_hooks else 2 * GREEDY["max_new_tokens"]
+        assert gaps.state == "failed" and gaps.what == f"{n} forwards ran layers outside of the decoder that is watched"
+        model(many)
+        [gaps] = [check for check in run.health().checks if check.name == "gaps"]
+        assert gaps.state == "warning"
+
+
 @pytest.mark.parametrize("broken", ["before the first layer", "after the last"])
 @pytest.mark.parametrize("way", ["plain", "generate"])
 def test_layers_after_a_forward_that_raised_are_none_of_its_layers(manager, way, broken):

@@ -412,14 +412,12 @@ def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:
         if not all(isinstance(value, bool) for value in positive.values()):
             raise TrainingError(f"{where}: 'labels' has a value that is neither true nor false")
         return {_id(str(id), where): bool(value) for id, value in positive.items()}
-    absent = row.get("not", [])
-    for side, name in ((positive, "labels"), (absent, "not")):
+    sides = []
+    for side, name in ((positive, "labels"), (row.get("not", []), "not")):
         if isinstance(side, str) and ";" in side:  # what takes apart the cells of a table would be one concept here
             raise TrainingError(f"{where}: {name!r} is {side!r:.80}: give a list, [...], of concepts")
-    sides = [
-        [_id(id, where) for id in _texts([str(side)] if isinstance(side, (str, int)) else side, name, where)]
-        for side, name in ((positive, "labels"), (absent, "not"))
-    ]
+        given = _texts([str(side)] if isinstance(side, (str, int)) else side, name, where)
+        sides.append([_id(id, where) for id in given])
     both = sorted(set(sides[0]) & set(sides[1]))
     if both:
         raise TrainingError(f"{where}: {both[0]!r} is in 'labels' and in 'not'")

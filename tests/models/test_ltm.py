@@ -274,6 +274,9 @@ def test_an_exported_memory_is_of_the_adapters_that_were_on_as_strongly(model, i
     for module in layers:
         module.set_scale("default", 1.0)
     import_memory(own, path)
+    host.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").eval()
+    import_memory(loaded.get_base_model(), path)
     host.peft_config["default"].lora_alpha = 90
     with pytest.raises(HostMismatch, match="another host"):
         import_memory(own, path)

@@ -30,7 +30,14 @@ from probemon.models.ltm.state import MemoryState
 _FORMAT = "probemon-memory-1"
 _FIELDS = tuple(MemoryState.__dataclass_fields__)
 # Of the settings of PEFT's adapters, what is no part of what they do: of whom they are, by which release, for training.
-_NOT_OF_ADAPTERS = {"base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"}
+_NOT_OF_ADAPTERS = {
+    "base_model_name_or_path",
+    "revision",
+    "peft_version",
+    "task_type",
+    "auto_mapping",
+    "inference_mode",
+}
 
 
 def host_hash(model: Any) -> str:

@@ -112,11 +112,24 @@ def _sums(tensor: Tensor) -> bytes:
     for part in flat.split(_PART):
         values = part.to(torch.bfloat16) if part.is_floating_point() else part
         bits = values.contiguous().view(torch.uint8)
-        filled = functional.pad(bits, (0, -len(bits) % (8 * _WIDTH)))
-        table = filled.view(torch.int64).view(len(filled) // (8 * _WIDTH), _WIDTH)
-        columns += table.sum(dim=0)
-        rows.append(table.sum(dim=1))
+        for table in _tables(bits):
+            columns += table.sum(dim=0)
+            rows.append(table.sum(dim=1))
     return f"{tuple(tensor.shape)} ".encode() + torch.cat([columns, *rows]).cpu().numpy().tobytes()
+
+
+def _tables(bits: Tensor) -> Iterator[Tensor]:
+    """The whole rows, which are not copied: every attach would leave a gap as large as that in the C library's memory.
+    Then what is left, filled up to a row.
+    """
+    row = 8 * _WIDTH
+    if bits.storage_offset() % 8:  # a view of a larger tensor, which cannot be read eight bytes at a time
+        bits = bits.clone()
+    n_whole = len(bits) // row * row
+    if n_whole:
+        yield bits[:n_whole].view(torch.int64).view(-1, _WIDTH)
+    if n_whole < len(bits):
+        yield functional.pad(bits[n_whole:], (0, n_whole + row - len(bits))).view(torch.int64).view(1, _WIDTH)
 
 
 def _of_adapters(model: nn.Module) -> set[nn.Module]:

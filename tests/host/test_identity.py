@@ -5,6 +5,7 @@ value and not by name.
 import copy
 import warnings
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 from conftest import make_model, make_pack
 from probemon.bem import BemConfig, attach_bem
 from probemon.errors import HostMismatch
+from probemon.host import fingerprint as fingerprints
 from probemon.host.changes import HostMarks
 from probemon.host.compatibility import check_host, host_problems
 from probemon.host.fingerprint import fingerprint
@@ -320,6 +322,29 @@ def test_settings_that_are_called_like_those_of_training_count_where_states_depe
     [problem] = host_problems(pack, other, strict=True)
     assert next(iter(changed_setting)) in problem
     assert host_problems(pack, nllb_moe(dropout=0.7, decoder_layerdrop=0.5), strict=True) == []
+
+
+def test_a_fingerprint_is_of_values_wherever_they_lie():
+    """Also of a view that begins between eight bytes; against sums over a whole table, filled up, by numpy."""
+    host, n = make_model().bfloat16(), 3 * 4096 // 2 + 5
+    values = torch.randn(n + 1, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bits = np.zeros(4 * 4096, np.uint8)
+    bits[: 2 * n] = values[1:].view(torch.uint8).numpy()
+    table = bits.view(np.int64).reshape(4, 512)
+    for tensor in (values[1:], values[1:].clone(), values[1:].float()):
+        host.model.extra = torch.nn.Module()
+        host.model.extra.register_buffer("table", tensor)
+        (sums,) = [found for name, found in fingerprints._of_weights(host) if name == "extra.table"]
+        assert sums == f"({n},) ".encode() + np.concatenate([table.sum(axis=0), table.sum(axis=1)]).tobytes()
+
+
+def test_a_fingerprint_copies_no_weight():
+    host = make_model().bfloat16()
+    host.model.register_buffer("table", torch.ones((1 << 20) + 5, dtype=torch.bfloat16))
+    with torch.profiler.profile(profile_memory=True) as seen:
+        fingerprint(host)
+    taken = max(event.cpu_memory_usage for event in seen.events())
+    assert 4096 <= taken < host.model.table.nbytes / 100
 
 
 def test_weights_are_read_once_for_all_packs_and_not_for_packs_that_state_none(tmp_path, monkeypatch):

@@ -672,6 +672,9 @@ def test_what_a_soak_of_the_server_found_is_what_is_said():
     assert f"grew by {memory['growth'] / 1e6:.0f} MB, to {memory['last'] / 1e6:.0f}" in page
     assert not found["claims"]["memory is flat"] and "the bar of 20 is missed" in page
     late, last = next(at for at in memory["by_minute"] if at["seconds"] >= 480), memory["by_minute"][-1]
+    half = next(at for at in memory["by_minute"] if at["seconds"] >= 300)["answered"]
+    n_events = found["pages"]["events_read"] / found["pages"]["n"] * half / last["answered"]
+    assert min(half / 100, n_events / 4096) > 1 and "is full before half of the time" in page
     assert (
         f"it grew by {(last['bytes'] - late['bytes']) / 1e6:.1f} MB while {last['answered'] - late['answered']}" in page
     )

@@ -306,6 +306,11 @@ def decoder_cache(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
+def cross_attention_cache(cache: Any) -> Any:
+    """Return what an encoder-decoder's cache keeps of the encoder, its `cross_attention_cache`; None of any other."""
+    return getattr(cache, "cross_attention_cache", None)
+
+
 def cache_layers(cache: Any) -> list[Any]:
     """Return the layers of a cache from its undocumented `layers`; [] of one that has none."""
     layers = getattr(cache, "layers", None)

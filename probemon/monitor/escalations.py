@@ -183,18 +183,19 @@ def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[tuple
     many there would be more, of which nobody knows the ids.
     """
     ids: list[int] = []
-    turn: Recording | None = recording
     end = column + 1
-    while turn is not None and len(ids) < n:
-        # Another thread may forget meanwhile: so each is read before what it would pass its tokens on to.
-        earlier, newest = turn.earlier, [(placed.rows, placed.columns, placed.ids) for placed in list(turn.placed)]
-        for rows, columns, piece_ids in reversed([*turn.forgotten_ids.pieces(), *newest]):
-            own = np.flatnonzero((rows == row) & (columns < end))
+    # Another thread may forget meanwhile: a turn is handed out before what it would pass its tokens on to is read.
+    for turn in recording.turns():
+        if len(ids) >= n:
+            break
+        end, at = min(end, turn.end), row if turn.origin is None else int(turn.origin[row])
+        newest = [(placed.rows, placed.columns, placed.ids) for placed in list(turn.recording.placed)]
+        for rows, columns, piece_ids in reversed([*turn.recording.forgotten_ids.pieces(), *newest]):
+            own = np.flatnonzero((rows == at) & (columns < end))
             ids = [*piece_ids[own].tolist(), *ids]
             end = int(columns[own].min(initial=end))
             if len(ids) >= n:
                 break
-        end, turn = min(end, turn.call.first_column), earlier
     n_missing = 0
     if len(ids) < n and end > recording.offset:
         before = recording.ids_before(row, end)

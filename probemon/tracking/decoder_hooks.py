@@ -272,6 +272,8 @@ class DecoderHooks:
             if generation.by_hand and generation.recording.call.first_column < 0:
                 generation.begin_on(cache, forward.start)
             column, begins = min(generation.prompt.cached, forward.start), generation.recording.call.first_column < 0
+            if generation.by_hand and not begins and cache is not None:
+                self.recordings.check_same_rows(cache, generation.recording, forward.start)
             recording = self.recordings.begin(generation, column, len(forward.ids))
             if begins and forward.mask is not None:
                 recording.check_rows(forward.mask)
@@ -285,7 +287,7 @@ class DecoderHooks:
         thread.pending = [PendingTokens(generation, recording, part) for part in placed]
         thread.open_recording, thread.shape = recording, forward.ids.shape
         if cache is not None:
-            self.recordings.remember_cache(cache, recording)
+            self.recordings.claim_cache(cache, recording)
         return True
 
     def _check_abilities(self, forward: Forward, given: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from probemon.tracking.align import Forward, Ints
 from probemon.tracking.generation import ThreadState
 from probemon.tracking.hand_loop import generate_around
 from probemon.tracking.recording import Recording
-from probemon.tracking.run_recordings import RunRecordings
+from probemon.tracking.run_recordings import Earlier, RunRecordings
 
 LOG = logging.getLogger("probemon")
 
@@ -92,10 +92,10 @@ class PlainForwards:
                 " that it was generated: rules would never fire and sinks be told of a prompt. Put the loop into `with"
                 " run.generating(from_column=...) as loop:` and tell it what was sampled"
             )
-        return self._recordings.document(self._known(forward, cache), forward.start)
+        return self._recordings.document(self._known(forward, cache), forward.start, len(forward.ids))
 
-    def _known(self, forward: Forward, cache: Any) -> Recording | None:
-        return self._recordings.of_cache(cache, len(forward.ids), forward.start)
+    def _known(self, forward: Forward, cache: Any) -> Earlier | None:
+        return self._recordings.of_cache(cache, forward.start)
 
     def _decodes(self, forward: Forward) -> bool:
         """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a

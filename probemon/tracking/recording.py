@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +67,34 @@ class Tokens:
         )
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A turn as a later one sees it: only its columns before `end` were kept. `origin`: the row of it that each row of
+    the later one goes on from; None for the same rows.
+    """
+
+    recording: Recording
+    end: int = int(NEVER)
+    origin: Ints | None = None
+
+    def seen_from(self, rows: Ints, columns: Ints) -> tuple[Ints, Ints]:
+        """Return which of its entries, at these rows and columns, the later turn goes on from, and in which rows of it.
+
+        An entry stands several times where its row was repeated.
+        """
+        if self.origin is None:
+            entries = np.flatnonzero(columns < self.end)
+            return entries, rows[entries]
+        entries, own = np.nonzero((rows[:, None] == self.origin) & (columns < self.end)[:, None])
+        return entries, own
+
+
 @dataclass(eq=False)
 class Recording:
     """Tokens and scores in the order they came. It alone assigns its attributes; whoever knows more calls a method.
+
+    `earlier`, `earlier_rows [B]`: the recording that has the columns before its first one, and the row of it that each
+    row goes on from, None for the same rows.
 
     `output`, `ids [B, L]`: what `generate()` returned and a copy of its ids, once it has. `retained [B, P]`: the sets
     that the next generated token starts from. `number`: which one of its run. `request`: its id in continuous batching.
@@ -87,6 +112,7 @@ class Recording:
     offset: int
     n_probes: int
     earlier: Recording | None = None
+    earlier_rows: Ints | None = None
     output: Any = None
     ids: Ints | None = None
     retained: Mask | None = None
@@ -138,29 +164,45 @@ class Recording:
         self.n_entries += n
         self.n_forgotten += n
 
-    def begin(self, column: int, n_rows: int, earlier: Recording | None) -> None:
-        """Say where it begins, before anything is shown; `earlier`, if any, has the columns before `column`."""
+    def begin(self, column: int, n_rows: int, earlier: Recording | None, rows: Ints | None = None) -> None:
+        """Say where it begins, before anything is shown; `earlier`, if any, has the columns before `column`: row `i`
+        goes on from its row `rows[i]`.
+        """
         self.call.begin(column, n_rows)
-        self.earlier = earlier or self.earlier
+        if earlier is not None:
+            self.earlier_rows = rows  # first: another thread may read
+            self.earlier = earlier
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield this turn and those before it that its rows go on from, the newest first."""
+        turn: Turn | None = Turn(self)
+        while turn is not None:
+            recording, rows = turn.recording, turn.recording.earlier_rows
+            # Read before the turn is handed out: another thread may let go of it meanwhile.
+            earlier = recording.earlier
+            yield turn
+            if earlier is None:
+                return
+            if turn.origin is not None:
+                rows = turn.origin if rows is None else rows[turn.origin]
+            turn = Turn(earlier, min(turn.end, recording.call.first_column), rows)
 
     def check_rows(self, mask: Ints) -> None:
-        """Raise `AlignmentError` where `mask [B, L]` shows a token that was padding in the turn before.
-
-        Rows of a cache may have been moved in place. Where their ids are the same, scores would be another row's.
-        """
-        end, turn = self.call.first_column, self.earlier
+        """Raise `AlignmentError` where `mask [B, L]` shows a token that was padding in the turn before."""
+        end = min(self.call.first_column, mask.shape[1])
         first, was_run = end, np.zeros((len(mask), end), dtype=bool)
-        while turn is not None and turn.beams is None:
-            for placed in turn.placed:
-                here = placed.columns < end
-                was_run[placed.rows[here], placed.columns[here]] = True
-            first = max(turn.call.first_column, turn.forgotten)
-            turn = None if turn.forgotten else turn.earlier
+        for turn in itertools.islice(self.turns(), 1, None):
+            for placed in turn.recording.placed:
+                entries, rows = turn.seen_from(placed.rows, placed.columns)
+                was_run[rows, placed.columns[entries]] = True
+            first = min(end, max(turn.recording.call.first_column, turn.recording.forgotten))
+            if turn.recording.forgotten:
+                break
         rows, columns = np.nonzero((mask[:, first:end] != 0) & ~was_run[:, first:])
         if len(rows):
             raise AlignmentError(
                 f"row {rows[0]}: column {first + columns[0]} is a token by its attention_mask, and was padding when the"
-                " cache was made: were rows of the cache moved? Run rows in the order of the turn before, with its mask"
+                " cache was made: give each row of the cache its own mask of the turn before, with ones after it"
             )
 
     def retained_of(self, rows: Ints) -> Mask:
@@ -186,12 +228,11 @@ class Recording:
             return 0
         hidden = self._real(n_rows, first - self.offset)
         hidden[:, : max(0, self._forgotten_before() - self.offset)] = False
-        end, turn = first, self.earlier
-        while turn is not None:
-            for placed in list(turn.placed):
-                here = (placed.columns < end) & (placed.columns >= self.offset)
-                hidden[placed.rows[here], placed.columns[here] - self.offset] = False
-            end, turn = min(end, turn.call.first_column), turn.earlier
+        for turn in itertools.islice(self.turns(), 1, None):
+            for placed in list(turn.recording.placed):
+                entries, rows = turn.seen_from(placed.rows, placed.columns)
+                inside = placed.columns[entries] >= self.offset
+                hidden[rows[inside], placed.columns[entries[inside]] - self.offset] = False
         return int(hidden.sum())
 
     def keep_output(self, output: Any, ids: Ints, mark: HostMark) -> None:
@@ -235,11 +276,11 @@ class Recording:
     @property
     def host_changed(self) -> bool:
         """Whether the host was another at some time, or in an earlier turn of its tokens, than when it began."""
-        switched, marks, turn = self.switched or self.changed_before, [self.mark_after], self.earlier
-        while turn is not None:
-            switched, marks = switched or turn.switched or turn.changed_before, [*marks, turn.mark, turn.mark_after]
-            turn = turn.earlier
-        return switched or any(self.mark is not None and mark is not None and mark.differs(self.mark) for mark in marks)
+        turns = [turn.recording for turn in self.turns()]
+        if any(turn.switched or turn.changed_before for turn in turns):
+            return True
+        marks = [mark for turn in turns for mark in (turn.mark, turn.mark_after)]
+        return any(self.mark is not None and mark is not None and mark.differs(self.mark) for mark in marks)
 
     @property
     def n_kept(self) -> int:
@@ -332,18 +373,17 @@ class Recording:
 
     def _forgotten_before(self) -> int:
         """Columns before this one may have been scored and forgotten."""
-        column, turn = self.forgotten, self.earlier
-        while turn is not None:
-            column, turn = max(column, turn.forgotten), turn.earlier
-        return column
+        return max(turn.recording.forgotten for turn in self.turns())
 
     def _take_ids_of_earlier_turns(self, n: int) -> None:
-        pieces, end, turn = self.forgotten_ids.pieces(), self.call.first_column, self.earlier
-        while turn is not None:
-            # What a cache was cut off by is no part of the row.
-            inside = [(piece, piece[1] < end) for piece in turn.forgotten_ids.pieces()]
-            pieces[:0] = [(rows[own], columns[own], ids[own]) for (rows, columns, ids), own in inside]
-            end, turn = min(end, turn.call.first_column), turn.earlier
+        pieces = self.forgotten_ids.pieces()
+        for turn in itertools.islice(self.turns(), 1, None):
+            before = []
+            for rows, columns, ids in turn.recording.forgotten_ids.pieces():
+                # What a cache was cut off by is no part of the row.
+                entries, own = turn.seen_from(rows, columns)
+                before.append((own, columns[entries], ids[entries]))
+            pieces[:0] = before
         self.forgotten_ids = ForgottenIds()
         for piece in pieces:
             self.forgotten_ids.add(piece, n)
@@ -355,7 +395,7 @@ class Recording:
         n_rows, length = sequences.shape
         each = n_rows // (self.call.n_rows // beams.n_beams)
         real, last = np.zeros((n_rows, length), dtype=bool), np.zeros(n_rows, dtype=np.int64)
-        prompt = np.flatnonzero((phase == PROMPT) & (column >= self.offset))
+        prompt = np.flatnonzero((column < self.offset + beams.begin) & (column >= self.offset))
         padding = self._real(self.call.n_rows, length)
         for r in range(n_rows):
             b = r // each
@@ -383,34 +423,34 @@ class Recording:
 
     def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores, MemoryReads | None]:
         """Row, column, id and phase of everything recorded, of earlier turns too, without what was taken back."""
-        placed, scores, reads = list(self.placed), list(self.scores), list(self.reads)
-        begin, before = self, self.call.first_column
-        limits = [length + self.offset] * len(placed)
-        while begin.earlier is not None:
-            begin = begin.earlier
-            placed += begin.placed
-            scores += begin.scores
-            reads += begin.reads
-            limits += [before] * len(begin.placed)
-            before = min(before, begin.call.first_column)
-        none: Ints = np.zeros(0, dtype=np.int64)
-        row = np.concatenate([none, *(p.rows for p in placed)])
-        column = np.concatenate([none, *(p.columns for p in placed)])
-        ids = np.concatenate([none, *(p.ids for p in placed)])
-        phase = np.concatenate([none, *(np.full(len(p), p.phase) for p in placed)])
-        limit = np.concatenate([none, *(np.full(len(p), at) for p, at in zip(placed, limits, strict=True))])
-        keep = np.flatnonzero(column < limit)
-        joined = Scores.join(scores, self.n_probes, scores[0].report_top_k if scores else 10)
-        read = MemoryReads.join(reads).take(keep) if reads else None
-        return row[keep], column[keep], ids[keep], phase[keep], joined.take(keep), read
+        rows, columns, ids, phases, keep = ([np.zeros(0, dtype=np.int64)] for _ in range(5))
+        scores, reads, n = list[Scores](), list[MemoryReads](), 0
+        for turn in self.turns():
+            if turn.recording is self:
+                turn = Turn(self, length + self.offset)
+            pieces = list(turn.recording.placed)
+            scores += list(turn.recording.scores)[: len(pieces)]
+            reads += list(turn.recording.reads)[: len(pieces)]
+            for piece in pieces:
+                entries, own = turn.seen_from(piece.rows, piece.columns)
+                rows.append(own)
+                columns.append(piece.columns[entries])
+                ids.append(piece.ids[entries])
+                phases.append(np.full(len(entries), piece.phase))
+                keep.append(n + entries)
+                n += len(piece)
+        which = np.concatenate(keep)
+        joined = Scores.join(scores, self.n_probes, scores[0].report_top_k if scores else 10).take(which)
+        read = MemoryReads.join(reads).take(which) if reads else None
+        row, column, at_ids, phase = map(np.concatenate, (rows, columns, ids, phases))
+        return row, column, at_ids, phase, joined, read
 
     def watched_from(self) -> list[tuple[int, int]]:
         """Return from which position which state of what is watched held, in earlier turns too."""
-        turn: Recording | None = self
-        turns, end = [], int(NEVER)
-        while turn is not None:
-            turns.append([(column, number) for column, number in turn.watches if column < end])
-            end, turn = min(end, turn.call.first_column), turn.earlier
+        turns = [
+            [(column, number) for column, number in turn.recording.watches if column < turn.end]
+            for turn in self.turns()
+        ]
         held: dict[int, int] = {}
         for column, number in (one for watches in reversed(turns) for one in watches):
             if number != next(reversed(held.values()), None):
@@ -479,8 +519,8 @@ class Recording:
                 " output of that generate()"
             )
         each = n_rows // n_prompts
-        row, column, ids, phase, *_ = self._joined(sequences.shape[1])
-        for i in np.flatnonzero((phase == PROMPT) & (column >= self.offset)).tolist():
+        row, column, ids, _phase, *_ = self._joined(sequences.shape[1])
+        for i in np.flatnonzero((column < self.offset + beams.begin) & (column >= self.offset)).tolist():
             r = int(row[i]) // beams.n_beams * each
             if sequences[r, column[i] - self.offset] != ids[i]:
                 return f"row {r}, position {column[i] - self.offset}: the output has another token than the forward had"

@@ -3,7 +3,7 @@
 recordings = RunRecordings(model, n_probes=363)
 recording = recordings.new(SequenceColumns(prompt_columns=12))
 recordings.remember_cache(cache, recording)
-recordings.of_cache(cache, n_rows=1, n_columns=12)     # the recording that filled this cache, or a copy of it
+recordings.of_cache(cache, n_columns=12)               # which recording filled this cache, or one that it was made of
 find_recording(recordings.kept, ids, out)              # the one that belongs to an output
 keep_newest(recordings.kept, n_tokens=100_000)         # drops the oldest scores
 """
@@ -13,14 +13,38 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from probemon.errors import AlignmentError
 from probemon.host.changes import HostMarks
 from probemon.tracking.align import Ints, SequenceColumns
-from probemon.tracking.copied_caches import same_columns
+from probemon.tracking.cache_rows import CacheRows
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The recording that showed the columns of a cache. Row i of the cache goes on from its row `rows[i]`, from row i
+    where `rows` is None.
+    """
+
+    recording: Recording
+    rows: Ints | None = None
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """The recording that a cache was filled by; after the newest forward, how many columns it held and what told its
+    rows apart, if anything.
+    """
+
+    recording: Recording
+    n_columns: int
+    rows: CacheRows | None
 
 
 class RunRecordings:
@@ -35,7 +59,7 @@ class RunRecordings:
         self.documents: set[int] = set()
         self.marks = HostMarks(model)
         self._n_probes, self._n_made = n_probes, 0
-        self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
+        self._by_cache: weakref.WeakKeyDictionary[Any, _Filled] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def new(self, call: SequenceColumns, offset: int = 0, **attributes: Any) -> Recording:
@@ -53,43 +77,69 @@ class RunRecordings:
         """Begin a generation's recording, unless it has begun: columns before `column` are of earlier turns."""
         recording = generation.recording
         if recording.call.first_column < 0:
-            earlier = self.of_cache(generation.prompt.cache, n_rows, column)
-            recording.begin(column, n_rows, earlier)
-            while earlier is not None:  # a prefix that was read for this generation
-                self.documents.discard(earlier.number)
-                earlier = earlier.earlier
+            earlier = self.of_cache(generation.prompt.cache, column)
+            recording.begin(column, n_rows, *((None, None) if earlier is None else (earlier.recording, earlier.rows)))
+            for turn in recording.turns():  # a prefix that was read for this generation
+                self.documents.discard(turn.recording.number)
         return recording
 
-    def document(self, known: Recording | None, start: int) -> Recording:
-        """Return the recording that a plain forward after `start` columns goes on with.
+    def document(self, known: Earlier | None, start: int, n_rows: int) -> Recording:
+        """Return the recording that a plain forward of so many rows after `start` columns goes on with.
 
-        It is `known`, that of its cache, if the forward continues exactly there, else a new one.
+        It is the known one, that of its cache, if the forward continues exactly there, else a new one.
         """
-        if known is not None and known.call.prompt_columns is None and known.call.frontier == start > 0:
-            if not any(recording is known for recording in self.kept):  # all of it had been forgotten
-                self.kept.append(known)
-            known.keep_mark(self.marks.now())
-            return known
+        if known is not None and known.rows is None and known.recording.call.prompt_columns is None:
+            same = known.recording
+            if same.call.frontier == start > 0 and same.call.n_rows == n_rows:
+                if not any(recording is same for recording in self.kept):  # all of it had been forgotten
+                    self.kept.append(same)
+                same.keep_mark(self.marks.now())
+                return same
         # done, for all that is known: another forward may go on with it
-        document = self.new(SequenceColumns(None), earlier=known, done=True)
+        earlier: dict[str, Any] = {} if known is None else {"earlier": known.recording, "earlier_rows": known.rows}
+        document = self.new(SequenceColumns(None), done=True, **earlier)
         self.documents.add(document.number)
         return document
 
-    def remember_cache(self, cache: Any, recording: Recording) -> None:
-        """Say that the columns of `cache` are those of `recording`."""
-        self._by_cache[cache] = recording
+    def claim_cache(self, cache: Any, recording: Recording) -> None:
+        """Say, as a forward begins, that it fills `cache` for `recording`."""
+        filled = self._by_cache.get(cache)
+        if filled is None or filled.recording is not recording:
+            self.remember_cache(cache, recording)
 
-    def of_cache(self, cache: Any, n_rows: int, n_columns: int) -> Recording | None:
-        """Return the recording that showed some or all of the columns of a cache of so many, or None."""
+    def remember_cache(self, cache: Any, recording: Recording) -> None:
+        """Say that `cache` holds the columns of `recording`, and that its rows are in their order now."""
+        self._by_cache[cache] = _Filled(recording, recording.call.frontier, CacheRows.of(cache))
+
+    def of_cache(self, cache: Any, n_columns: int) -> Earlier | None:
+        """Return which recording showed the first `n_columns` of a cache, all or some, and in which rows; or None."""
         if cache is None or n_columns == 0:
             return None
-        known = self._by_cache.get(cache)
-        if known is None:
-            # keyrefs() is a list: other threads may add to the dictionary meanwhile.
-            others = (reference() for reference in reversed(self._by_cache.keyrefs()))
-            copied_from = (other for other in others if other is not None and same_columns(cache, other, n_columns))
-            known = next((self._by_cache.get(other) for other in copied_from), None)
-        return known if known is not None and known.call.n_rows == n_rows else None
+        rows, own = CacheRows.of(cache), self._by_cache.get(cache)
+        if rows is None:  # nothing to compare: only a single row cannot have changed places
+            return None if own is None or own.recording.call.n_rows != 1 else Earlier(own.recording)
+        # keyrefs() is a list: other threads may add to the dictionary meanwhile.
+        others = (reference() for reference in reversed(self._by_cache.keyrefs()))
+        for filled in (own, *(self._by_cache.get(other) for other in others if other is not None)):
+            if filled is None or filled.rows is None or filled.recording.beams is not None:
+                continue  # the rows of beams change places at every step
+            origin = rows.rows_of(filled.rows, n_columns, same_length=n_columns == filled.n_columns)
+            if origin is not None and filled.rows.n_rows == filled.recording.call.n_rows:
+                same = len(origin) == filled.rows.n_rows and bool((origin == np.arange(len(origin))).all())
+                return Earlier(filled.recording, None if same else origin)
+        return None
+
+    def check_same_rows(self, cache: Any, recording: Recording, n_columns: int) -> None:
+        """Raise `AlignmentError` if the rows of a recording's own cache changed places since its newest forward."""
+        if CacheRows.of(cache) is None:
+            return
+        earlier = self.of_cache(cache, n_columns)
+        if earlier is None or earlier.recording is not recording or earlier.rows is not None:
+            raise AlignmentError(
+                f"rows of the cache were moved or written to between two forwards of a loop (at column {n_columns}), so"
+                " which row a token belongs to is unknown. Leave the rows of a batch in their order, or begin another"
+                " run.generating with the cache as it is now"
+            )
 
 
 def find_recording(

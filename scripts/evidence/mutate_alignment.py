@@ -43,6 +43,7 @@ TESTS = [
     "tests/tracking/test_by_hand.py",
     "tests/engine/test_extreme.py",
     "tests/tracking/test_silence.py",
+    "tests/tracking/test_moved_rows.py",
     "tests/tracking/test_one_thread.py",
     "tests/offline/test_corpus_hosts.py",
 ]
@@ -64,7 +65,7 @@ FIRST = {
     "tracking/hand_loop.py": "by_hand",
     "host/fingerprint.py": "corpus_hosts",
     "tracking/watched_threads.py": "one_thread",
-    "tracking/copied_caches.py": "by_hand",
+    "tracking/cache_rows.py": "moved_rows",
     "tracking/generate_call.py": "abilities",
     "tracking/run_recordings.py": "silence",
     "engine/outcome.py": "extreme",
@@ -131,11 +132,16 @@ MUTATIONS = [
     ),
     (
         "tracking/run_recordings.py",
-        "earlier = self.of_cache(generation.prompt.cache, n_rows, column)",
+        "earlier = self.of_cache(generation.prompt.cache, column)",
         "earlier = None",
         "the first turn is forgotten",
     ),
-    ("tracking/run_recordings.py", "earlier=known,", "earlier=None,", "a document forgets what is in its cache"),
+    (
+        "tracking/run_recordings.py",
+        'earlier: dict[str, Any] = {} if known is None else {"earlier": known.recording, "earlier_rows": known.rows}',
+        "earlier: dict[str, Any] = {}",
+        "a document forgets what is in its cache",
+    ),
     (
         "tracking/generation.py",
         "self.ids = np.concatenate([before, new_ids], axis=1)",
@@ -343,14 +349,14 @@ MUTATIONS = [
     ),
     (
         "tracking/run_recordings.py",
-        "known.keep_mark(self.marks.now())",
+        "same.keep_mark(self.marks.now())",
         "pass",
         "a document forgets that the host changed",
     ),
     (
         "tracking/recording.py",
-        "limits += [before] * len(begin.placed)",
-        "limits += [10**9] * len(begin.placed)",
+        "turn = Turn(earlier, min(turn.end, recording.call.first_column), rows)",
+        "turn = Turn(earlier, turn.end, rows)",
         "columns of an earlier turn are taken twice",
     ),
     (
@@ -596,14 +602,64 @@ MUTATIONS = [
         "a loop by hand may run other tokens than it sampled",
     ),
     (
-        "tracking/copied_caches.py",
-        (
-            "            if (\n                one.shape[2] != n_columns - begin\n                or one.dtype !="
-            " two.dtype\n                or one.device != two.device\n                or not torch.equal(one, two)\n   "
-            "         ):"
-        ),
-        "            if one.shape[2] != n_columns - begin or one.dtype != two.dtype or one.device != two.device:",
-        "any cache is taken for a copy of any other",
+        "tracking/cache_rows.py",
+        "if all(torch.equal(ours[row], theirs[other]) for ours, theirs in pairs)",
+        "if True",
+        "a cache is taken for a copy by its newest column alone",
+    ),
+    (
+        "tracking/cache_rows.py",
+        "key=lambda other: (other != row, other)",
+        "key=lambda other: (other == row, other)",
+        "a row that equals several is not the one with its own number",
+    ),
+    (
+        "tracking/cache_rows.py",
+        "if self.places != other.places or tuple(write_marks(other.tensors)) != other.writes:",
+        "if self.places != other.places:",
+        "rows that were written over in place are taken as they were",
+    ),
+    (
+        "tracking/cache_rows.py",
+        "if self.n_rows == other.n_rows and all(map(_is_same_memory, self.tensors, other.tensors)):",
+        "if self.n_rows == other.n_rows:",
+        "rows of a cache that changed places are taken for those that stood there",
+    ),
+    (
+        "tracking/cache_rows.py",
+        "first = max(0, int(layer.get_seq_length()) - tensors[0].shape[2])",
+        "first = 0",
+        "columns of a sliding window are taken for the first ones",
+    ),
+    (
+        "tracking/run_recordings.py",
+        "return Earlier(filled.recording, None if same else origin)",
+        "return Earlier(filled.recording, None)",
+        "rows that were repeated or selected are taken for those that stood in their places",
+    ),
+    (
+        "tracking/run_recordings.py",
+        "if earlier is None or earlier.recording is not recording or earlier.rows is not None:",
+        "if False:",
+        "rows that are moved within a loop by hand are taken as they are",
+    ),
+    (
+        "tracking/recording.py",
+        "rows = turn.origin if rows is None else rows[turn.origin]",
+        "rows = turn.origin if rows is None else rows",
+        "rows that are moved twice are followed once",
+    ),
+    (
+        "tracking/recording.py",
+        "entries, own = np.nonzero((rows[:, None] == self.origin) & (columns < self.end)[:, None])",
+        "entries, own = np.nonzero(rows[:, None] == self.origin)",
+        "of a row that was moved, columns of an earlier turn are taken twice",
+    ),
+    (
+        "monitor/escalations.py",
+        "row if turn.origin is None else int(turn.origin[row])",
+        "row",
+        "a judge reads the text of the row that stood there before",
     ),
     (
         "tracking/run_recordings.py",
@@ -632,8 +688,8 @@ MUTATIONS = [
     ),
     (
         "tracking/recording.py",
-        "switched, marks = switched or turn.switched or turn.changed_before, [*marks, turn.mark, turn.mark_after]",
-        "pass",
+        "turns = [turn.recording for turn in self.turns()]",
+        "turns = [self]",
         "an earlier turn of other adapters is not told",
     ),
     (
@@ -688,7 +744,7 @@ MUTATIONS = [
         "tracking/recording.py",
         "(mask[:, first:end] != 0) & ~was_run[:, first:]",
         "(mask[:, first:end] != 0) & was_run[:, :0].any()",
-        "rows of a cache that were moved in place, with the ids of others, are taken as they are",
+        "a token where a row of the cache has padding is taken as it is",
     ),
     (
         "tracking/watched_threads.py",

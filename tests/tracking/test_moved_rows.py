@@ -240,6 +240,20 @@ def test_rows_moved_between_turns_are_followed_or_unseen_and_never_mixed(watched
     assert followed["reorder"] and followed["copy"] and (followed["repeat"] or host.in_place)
 
 
+def test_a_copy_is_known_by_the_columns_that_both_windows_hold(tmp_path):
+    """Of a window of four the cache keeps three columns, and the original has gone on by one of them."""
+    host = Host("window", Host("window"))
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", host.model), keep_top_k=0)
+    ids, cache = torch.tensor([[1, PICTURE, 9, 13, 7]] * 2), host.new_cache()
+    with manager.attach(host.model) as run, torch.no_grad():
+        run_turn(host, run, "document", ids, None, cache, [0, 1])
+        early = copy.deepcopy(cache)
+        early.reorder_cache(torch.tensor([1, 0]))
+        run_turn(host, run, "document", torch.cat([ids, ids[:, -1:]], 1), None, cache, [0, 1])
+        out = run_turn(host, run, "generate", torch.cat([ids, ids[:, :1]], 1), None, early, [1, 0])
+    assert check(host, manager, run.result(out), out, None, [1, 0]) == [LAST, LAST]
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*adapters.*are active:UserWarning"
 )

@@ -74,7 +74,13 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'probemon' has no attribute {name!r}")
-    return getattr(import_module(f"probemon.{_MODULES[name]}"), name)
+    try:
+        return getattr(import_module(f"probemon.{_MODULES[name]}"), name)
+    except OSError:
+        from probemon.core.cache_folders import check_import_folders
+
+        check_import_folders()
+        raise
 
 
 def __dir__() -> list[str]:

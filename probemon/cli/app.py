@@ -41,10 +41,11 @@ from probemon.cli.terminal import border, say
 from probemon.cli.train import train
 from probemon.cli.vllm import vllm
 from probemon.cli.watch import watch
-from probemon.errors import ProbemonError
+from probemon.core.cache_folders import check_import_folders
+from probemon.errors import ConfigError, ProbemonError
 
 # What a path that was given can be, before anything is known of it.
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -121,6 +122,9 @@ def _run() -> int:
     except Exception as error:
         if _follows_interrupt(error):
             return 130
+        if isinstance(error, OSError) and (missing := _missing_folder()):
+            say(f"probemon: {missing}", error=True)
+            return 2
         if isinstance(error, OSError) and error.filename and error.errno in _OF_A_PATH:
             say(f"probemon: {error.filename!s:.200} cannot be used: {error.strerror}", error=True)
             return 2
@@ -137,6 +141,15 @@ def _run() -> int:
         end = f"{message.rstrip('.')}: {known}" if known else f"{message} (see {path} --help)"
         say(f"probemon: {end}", error=True)
         return 2
+
+
+def _missing_folder() -> str:
+    """Return which folder is missing that torch is imported with, and what names it; "" if none is."""
+    try:
+        check_import_folders()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _follows_interrupt(error: BaseException | None) -> bool:

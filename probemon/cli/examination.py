@@ -14,6 +14,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from packaging.requirements import Requirement
 
 from probemon import __version__
 from probemon.cli.common import make_manager
+from probemon.core.cache_folders import REMEDY, is_temporary
 from probemon.core.counted import counted
+from probemon.engine.build import choose_for
 from probemon.engine.kernels import cache_folder, check_device
 from probemon.errors import ProbemonError
 from probemon.host.abilities import Abilities
@@ -33,12 +36,13 @@ from probemon.host.tap import Tap
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.canary import MOST_DIFFERENCE, Canary
 from probemon.monitor.health import FAILED, OK, WARNING, Check, Health
-from probemon.packs.group import AnyPack, join_packs, open_one
+from probemon.packs.group import AnyPack, PackGroup, join_packs, open_one
 from probemon.packs.pack import ProbePack
 
 Load = Callable[[str, str, str], tuple[Any, Any]]
 _CANARY_TOKENS = 6
 _NOT_TRIED = "Mend what failed above, and ask again."
+_CACHE_REMEDY = f"{REMEDY[0].upper()}{REMEDY[1:]}."
 
 
 class Examination:
@@ -170,10 +174,22 @@ class Examination:
         if self.pack is None:
             self.checks.append(Check("kernel", WARNING, "not tried, for want of a pack", _NOT_TRIED))
             return
+        self._try("cache", _CACHE_REMEDY, self._look_at_cache)
         self._try("kernel", "Give another --device, or install what is missing.", self._make_manager)
-        if self._manager is not None:
-            remedy = "Set NUMBA_CACHE_DIR, or TRITON_CACHE_DIR on a GPU, to a folder that may be written to."
-            self._try("cache", remedy, _cache, self._manager.impl, remedy)
+
+    def _look_at_cache(self) -> Check:
+        assert self.pack is not None
+        parts = list(self.pack.packs.values()) if isinstance(self.pack, PackGroup) else [self.pack]
+        impl, _ = choose_for(parts, None, check_device(self._device))
+        folder = cache_folder(impl)
+        if folder is None:
+            return Check("cache", OK, f"{impl} compiles nothing")
+        if not folder:
+            return Check("cache", WARNING, "no folder can be written, so that every start compiles anew", _CACHE_REMEDY)
+        if is_temporary(Path(folder)):
+            what = f"compiled code is kept in {folder}, for want of another folder that can be written"
+            return Check("cache", WARNING, what, _CACHE_REMEDY)
+        return Check("cache", OK, f"compiled code is kept in {folder}")
 
     def _make_manager(self) -> Check:
         assert self.pack is not None
@@ -249,18 +265,6 @@ def _threads() -> Check:
         remedy = f"More threads than CPUs wait for one another: give --threads {n_cpus}, or OMP_NUM_THREADS={n_cpus}."
         return Check("threads", WARNING, what, remedy)
     return Check("threads", OK, what)
-
-
-def _cache(impl: str, remedy: str) -> Check:
-    folder = cache_folder(impl)
-    if folder is None:
-        return Check("cache", OK, f"{impl} compiles nothing")
-    place = folder
-    while not os.path.exists(place):
-        place = os.path.dirname(place) or "."
-    if not os.access(place, os.W_OK):
-        return Check("cache", WARNING, f"{folder} cannot be written to, so that every start compiles anew", remedy)
-    return Check("cache", OK, f"compiled code is kept in {folder}")
 
 
 def _golden_difference(manager: DynamicProbeManager) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from probemon.core.cache_folders import check_hub_cache, hub_cache_problem
 from probemon.core.counted import counted
 from probemon.core.first_sentence import first_sentence
 from probemon.core.near_folders import folders_with, is_path, near_folders
@@ -39,6 +40,8 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
         model, tokenizer = load_bundled(torch.bfloat16 if dtype == "auto" else kind, say=say)
         return model.to(device), tokenizer
     has_folder = Path(name).is_dir()
+    if not has_folder:
+        check_hub_cache()
     only_cached = not has_folder and not _hub_answers(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=only_cached)
@@ -49,6 +52,8 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     except ConfigError:
         raise
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
+        if not has_folder and (problem := hub_cache_problem(error)):
+            raise ConfigError(f"{name!r} cannot be fetched: {problem}") from error
         if not has_folder and not _is_cached(name):
             raise ConfigError(
                 f"{name!r} is neither a folder nor a model {_why_not_fetched(name, only_cached)}"

@@ -31,6 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from probemon.core.cache_folders import check_hub_cache, hub_cache_problem
 from probemon.core.files import sha256, write_text_atomically
 from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
@@ -86,6 +87,8 @@ def find(
     if manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", manifest_sha256):
         raise ConfigError(f"manifest_sha256 is {manifest_sha256!r}: give all 64 hex digits of the sha256 of {MANIFEST}")
     if not os.path.isdir(repo):
+        if cache_dir is None:
+            check_hub_cache()
         return _fetch(
             repo,
             revision,
@@ -408,6 +411,8 @@ def _explanation(repo: str, revision: str | None, error: Exception) -> str:
             f"{repo!r} is not a folder, and not whole in the cache, and the hub cannot be reached"
             f" ({first_sentence(error.__cause__)}): check the connection, and HF_ENDPOINT if it is set"
         )
+    if problem := hub_cache_problem(error):
+        return f"{repo!r} cannot be fetched: {problem}"
     return (
         f"the hub does not do what was asked with {repo!r} ({type(error).__name__}: {first_sentence(error)}): check the"
         " connection, and try again"

@@ -81,7 +81,7 @@ class TrainingSettings:
         """Return the folder of the states."""
         from hashlib import sha256
 
-        from probemon.bundled import cache_dir
+        from probemon.core.cache_folders import cache_dir
 
         if self.states is not None:
             return Path(self.states)

@@ -34,7 +34,8 @@ from domain_arms import N_STEPS, Results, config_of
 from domains import DOMAINS, FIRST, HEADERS, N_HEADER, N_TEST, N_TRAIN, ROWS, Domains
 from probemon.bem import attach_bem
 from probemon.bem.evaluation.statistics import compare
-from probemon.bundled import bundled_path, cache_dir, load_bundled
+from probemon.bundled import bundled_path, load_bundled
+from probemon.core.cache_folders import cache_dir
 from probemon.core.files import write_text_atomically
 from provenance import about
 

@@ -32,7 +32,8 @@ from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from probemon.bundled import cache_dir, load_bundled
+from probemon.bundled import load_bundled
+from probemon.core.cache_folders import cache_dir
 from probemon.core.files import write_text_atomically
 from wordnet_pack.wordnet import WordNet, find_wordnet
 

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.bundled import cache_dir, load_bundled
+from probemon.bundled import load_bundled
+from probemon.core.cache_folders import cache_dir
 from probemon.core.files import write_text_atomically
 from probemon.core.intervals import mean_interval
 from probemon.core.scores import Scores

@@ -20,7 +20,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.mamba import modeling_mamba
 
 import ltm_recall
-from probemon.bundled import cache_dir
+from probemon.core.cache_folders import cache_dir
 from probemon.core.files import write_text_atomically
 from probemon.core.intervals import clopper_pearson, mean_interval
 from provenance import about

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from probemon.bundled import cache_dir
+from probemon.core.cache_folders import cache_dir
 from probemon.core.familiarity import Familiar
 from probemon.core.files import write_text_atomically
 from probemon.training.metrics import auroc, path_scores, thresholds_at

@@ -72,7 +72,8 @@ def rmsnorm(hidden: torch.Tensor) -> torch.Tensor:
 
 def prepare(source: Source) -> Dataset:
     """Find WordNet, load the host model, let it write some text, collect the points and read their states."""
-    from probemon.bundled import MODEL_ID, REVISION, cache_dir, load_bundled
+    from probemon.bundled import MODEL_ID, REVISION, load_bundled
+    from probemon.core.cache_folders import cache_dir
     from probemon.host.fingerprint import fingerprint
 
     folder = find_wordnet(source.wordnet)

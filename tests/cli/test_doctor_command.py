@@ -17,7 +17,7 @@ from probemon.cli import measured_settings
 from probemon.engine import kernels
 
 COMMANDS = typer.main.get_command(cli.app)
-ALL = ["versions", "device", "threads", "pack", "model", "fit", "sites", "tokenizer", "kernel", "cache", "canary"]
+ALL = ["versions", "device", "threads", "pack", "model", "fit", "sites", "tokenizer", "cache", "kernel", "canary"]
 
 
 @pytest.fixture

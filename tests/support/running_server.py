@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from conftest import make_pack
 from probemon import DynamicProbeManager
-from probemon.bundled import FOLDER, cache_dir, load_bundled
+from probemon.bundled import FOLDER, load_bundled
+from probemon.core.cache_folders import cache_dir
 from probemon.serving.app import make_app
 from probemon.serving.limits import Limits
 from probemon.serving.served import Served

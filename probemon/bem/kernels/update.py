@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from probemon.bem.update import MOST_RANK
+from probemon.core.cache_folders import give_triton_a_folder
 from probemon.errors import ConfigError
 
 ROWS = 8  # of a program. Fixed: a tile that grew with the batch would change the order in which a row's sums are made
@@ -34,6 +35,7 @@ _MOST_COLUMNS = 512
 _WARPS = 8
 _STAGES = 3  # loads under way while a tile is multiplied
 _FARTHEST = (1 << 31) - 1  # place within V or U, which the kernels count in int32: in strided ones a copy is read
+give_triton_a_folder()
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

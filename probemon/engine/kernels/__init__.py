@@ -14,11 +14,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from probemon.core.cache_folders import give_triton_a_folder
 from probemon.core.checks import check_choice
 from probemon.core.first_sentence import first_sentence
 from probemon.core.inputs import check_states
@@ -87,16 +89,25 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def cache_folder(impl: str) -> str | None:
-    """Return where a kernel's compiled code is kept from one start to the next; None where nothing is compiled."""
+    """Return where a kernel's compiled code is kept from one start to the next: None if nothing is compiled, "" if no
+    folder can be written. Raises `ConfigError` if Triton has none, without which it does not compile.
+    """
     if impl == "numba":
         from probemon.engine.kernels.numba_compiled import score_pairs
 
-        return str(score_pairs.stats.cache_path)
+        return str(score_pairs.stats.cache_path or "")
     if impl == "triton":
         from triton import knobs
 
+        give_triton_a_folder()
         return str(knobs.cache.dir)
     return None
+
+
+def n_compiled() -> int:
+    """Return how many functions were compiled in this process because no earlier start had kept their code."""
+    names = (f"{__name__}.numba_cached", f"{__name__}.triton_matrix")
+    return sum(sys.modules[name].n_compiled() for name in names if name in sys.modules)
 
 
 def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from probemon.engine.kernels.numba_cached import compiled
 from probemon.engine.kernels.numba_products import MANY, pointer_of
 
 Array = npt.NDArray[Any]
-_compiled = njit(cache=True, nogil=True)
+_compiled = compiled()
 # Written out, a number or a bool is a type of its own to numba, for which it compiles what it is given to once more.
 _ZERO: Any = np.int64(0)
 _ONE: Any = np.int64(1)

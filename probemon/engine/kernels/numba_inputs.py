@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 from torch import Tensor
 
 from probemon.core.inputs import TINY, FarTerms, check_states
 from probemon.core.probes import InputSpec
+from probemon.engine.kernels.numba_cached import compiled
 
 Array = npt.NDArray[Any]
 _NO_TERMS = FarTerms(np.empty(0), np.empty((0, 0), np.float32), 0.0)
@@ -71,7 +71,7 @@ def rounded_numba(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(_rounded_to_bf16(x.contiguous().numpy().view(np.uint32)).view(np.float32))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+@compiled()
 def _normalised(x: Array, mean: Array, eps: np.float32, is_tiny: bool) -> Array:
     out = np.empty_like(x)
     for row in range(x.shape[0]):
@@ -84,7 +84,7 @@ def _normalised(x: Array, mean: Array, eps: np.float32, is_tiny: bool) -> Array:
     return out
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+@compiled()
 def _rounded_to_bf16(bits: Array) -> Array:
     """Round the bits of fp32 to the nearest bf16, to even where two are as near; a NaN stays one."""
     out = np.empty_like(bits)
@@ -99,7 +99,7 @@ def _rounded_to_bf16(bits: Array) -> Array:
 
 
 # Sums may be added up in any order, which fp64 has digits for: so they are vectorised.
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator,unused-ignore]
+@compiled(fastmath={"reassoc", "contract"})
 def far_few(states: Array, mean: Array, basis: Array, limit: float) -> Array:
     """Say which states are further than the limit outside of the components; 0 where one is no number.
 
@@ -121,7 +121,7 @@ def far_few(states: Array, mean: Array, basis: Array, limit: float) -> Array:
     return far
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+@compiled()
 def _prepared(
     x: Array, mean: Array, eps: np.float32, is_tiny: bool, rounds: bool, far_mean: Array, basis: Array, limit: float
 ) -> Any:

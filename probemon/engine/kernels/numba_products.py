@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
+
+from probemon.engine.kernels.numba_cached import compiled_callback
 
 _LANES = 16
 MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
@@ -259,4 +261,4 @@ def _products(weights: np.dtype[Any], states: np.dtype[Any]) -> Any:  # noqa: C9
                 i += 1
             j += 1
 
-    return cfunc(signature, cache=True)(products)
+    return compiled_callback(signature, products)

@@ -12,12 +12,15 @@ other instructions for some sizes.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
+
+from probemon.core.cache_folders import give_triton_a_folder
 
 ROWS = 16  # rows of a program, which are those of a matrix instruction
 BLOCK_D = 128  # of D at a time. Each block is summed by itself and then added: matrix units truncate as they add
@@ -26,6 +29,20 @@ NARROW = 8
 STAGES = {NARROW: 6, WIDE: 3}  # blocks of D under way; how many does not change a sum
 WARPS = 2
 INTERPRETED = knobs.runtime.interpret
+give_triton_a_folder()
+
+
+def _n_kept() -> int:
+    """Return how many entries Triton's cache has: one for each compiled kernel, and few others."""
+    return len(os.listdir(knobs.cache.dir)) if os.path.isdir(knobs.cache.dir) else 0
+
+
+_N_KEPT = _n_kept()
+
+
+def n_compiled() -> int:
+    """Return how many entries Triton's cache got since this module was imported."""
+    return _n_kept() - _N_KEPT
 
 
 def uses_matrix_units(device: torch.device, dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from probemon.monitor.deployment import Deployment
     from probemon.packs.group import AnyPack
 
-COMPILES = "at the first start on a machine the code is compiled for its processor, which takes about half a minute"
+COMPILES = "compiling code for this processor, as at every first start: about half a minute"
 
 
 def check_generation(prompt: str, max_new_tokens: int) -> None:
@@ -154,25 +154,37 @@ def load_aloud(name: str, device: str, dtype: str = "auto", *, reads_texts: bool
 
 
 @contextmanager
-def told_if_long(what: str = COMPILES, seconds: float = 3.0) -> Iterator[None]:
-    """Say `what` in a terminal once the block has taken some seconds, so that nobody takes it for stuck."""
+def told_if_long(what: str, seconds: float = 3.0, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Say `what` in a terminal once the block has taken some seconds and `when()` is true, so that nobody takes it for
+    stuck.
+    """
     if not terminal(error=True).is_terminal:
         yield
         return
-    timer = threading.Timer(seconds, say, [what], {"error": True})
-    timer.daemon = True
-    timer.start()
+    ended = threading.Event()
+
+    def wait() -> None:
+        pause = seconds
+        while not ended.wait(pause):
+            if when():
+                say(what, error=True)
+                return
+            pause = 0.5
+
+    threading.Thread(target=wait, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def make_manager(pack: AnyPack, **settings: Any) -> DynamicProbeManager:
-    """Make a manager; where that takes long, say why."""
+    """Make a manager; if that takes long because code is compiled, say so."""
+    from probemon.engine.kernels import n_compiled
     from probemon.manager import DynamicProbeManager
 
-    with told_if_long():
+    before = n_compiled()
+    with told_if_long(COMPILES, when=lambda: n_compiled() > before):
         return DynamicProbeManager(pack, **settings)
 
 

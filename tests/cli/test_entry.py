@@ -360,7 +360,9 @@ def test_what_takes_long_is_told_in_a_terminal_alone():
     program = (
         "import time; from probemon.cli.common import told_if_long\n"
         "with told_if_long('at once', 60): pass\n"
-        "with told_if_long('compiling', 0.1): time.sleep(0.5)\n"
+        "with told_if_long('never so', 0.1, lambda: False): time.sleep(0.8)\n"
+        "begin = time.monotonic()\n"
+        "with told_if_long('compiling', 0.1, lambda: time.monotonic() > begin + 0.3): time.sleep(1.5)\n"
     )
     ours, theirs = os.openpty()
     in_terminal = subprocess.Popen([sys.executable, "-c", program], stderr=theirs)

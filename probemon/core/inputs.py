@@ -29,10 +29,11 @@ def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor
     what cannot be normalised in fp32 or rounded to `dtype`, has values that are not finite.
     """
     check_states(hidden)
+    check_norm(spec.norm, ("none", "layernorm", "rmsnorm"), "core/inputs.py")
     x = hidden.to(torch.float32).contiguous()
     if spec.norm == "layernorm":
         x = x - x.mean(dim=-1, keepdim=True)
-    if spec.norm in ("layernorm", "rmsnorm"):
+    if spec.norm != "none":
         mean = x.square().mean(dim=-1, keepdim=True)
         # inf - inf: a state too large to be squared becomes NaN, which is not seen, instead of zeros, which score 0.5.
         square = mean + (mean - mean) + spec.eps
@@ -40,6 +41,12 @@ def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor
             square = torch.where(square < TINY, torch.nan, square)
         x = x * torch.rsqrt(square)
     return x.to(dtype)
+
+
+def check_norm(norm: str, computed: Sequence[str], where: str) -> None:
+    """Raise `ConfigError` unless the norm is one that the code of `where` computes: it would be taken for another."""
+    if norm not in computed:
+        raise ConfigError(f"{where} computes no norm {norm!r}, only {', '.join(computed)}: use one of these, or add it")
 
 
 def largest_values(values: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class PairScorer:
         self.arena, self.device, self.impl = arena, device, impl
         self.resident, self.prefetch = resident, prefetch
         specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
-        self.inputs = _input_maker(specs, packs[0].input_dtype, device, impl)
+        self.inputs = input_maker(specs, packs[0].input_dtype, device, impl)
         self.n_probes = sum(pack.n_probes for pack in packs)
         self.groups = SoftmaxGroups.join([pack.tree.groups for pack in packs])
         self.thread = StepThread() if isinstance(arena, ResidentArena) and arena.is_mapped else None
@@ -219,7 +219,8 @@ class PackScores:
             pass
 
 
-def _input_maker(specs: Sequence[InputSpec], dtype: torch.dtype, device: torch.device, impl: str) -> InputMaker:
+def input_maker(specs: Sequence[InputSpec], dtype: torch.dtype, device: torch.device, impl: str) -> InputMaker:
+    """Return what prepares hidden states for probes as an implementation does."""
     if impl == "triton":
         from probemon.engine.kernels.triton_pairs import normalise_triton
 

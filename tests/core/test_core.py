@@ -16,11 +16,12 @@ import torch
 
 from nets import dequantized
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.inputs import prepare_input
-from probemon.core.probes import InputSpec, input_dtype
+from probemon.core.inputs import FEW, prepare_input
+from probemon.core.probes import NORMS, InputSpec, input_dtype
 from probemon.core.reference import exhaustive_reference
 from probemon.core.settings import CascadeConfig
 from probemon.engine.kernels import IMPLS, score_probes
+from probemon.engine.pairs import input_maker
 from probemon.errors import (
     ConfigError,
     HierarchyError,
@@ -108,15 +109,38 @@ def test_nan_weight_gives_nan_in_every_implementation():
         assert torch.isnan(scored).tolist() == [False, True], impl
 
 
-@pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
-def test_normalisation_equals_fp64(norm):
-    x = torch.randn(5, 31, generator=torch.Generator().manual_seed(3)) * 7 + 2
-    y = x.double()
+def normalised(x, norm, eps):
+    """States normalised as their norm is defined, in fp64."""
+    if norm == "none":
+        return x
     if norm == "layernorm":
-        y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + eps).sqrt()
     if norm == "rmsnorm":
-        y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert (prepare_input(x, InputSpec("resid_post.0", norm, 1e-5), torch.float32) - y).abs().max() < 1e-5
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    raise NotImplementedError(f"no oracle for {norm}")
+
+
+def prepared(impl, spec, n):
+    """States [n, 31], and what an implementation makes of them for probes."""
+    x = torch.randn(n, 31, generator=torch.Generator().manual_seed(3)) * 7 + 2
+    return x, input_maker([spec], torch.float32, torch.device("cpu"), impl).make({spec.site: x}).values
+
+
+@pytest.mark.parametrize("n", [1, FEW + 1])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_implementation_normalises_as_fp64_does(impl, norm, n):
+    x, values = prepared(impl, InputSpec("resid_post.0", norm, 1e-5), n)
+    assert (values - normalised(x.double(), norm, 1e-5)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, FEW + 1])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_norm_that_an_implementation_does_not_know_is_an_error(impl, n):
+    spec = InputSpec("resid_post.0")
+    object.__setattr__(spec, "norm", "l2")  # as if it were in the list of norms already
+    with pytest.raises(ConfigError, match=r"\.py computes no norm 'l2', only none, layernorm, rmsnorm: use one of"):
+        prepared(impl, spec, n)
 
 
 def random_dag(rng, n, two_parents):

@@ -14,7 +14,7 @@ from conftest import make_model, make_pack
 from nets import SHAPES, oracle, weights
 from probemon import DynamicProbeManager
 from probemon.core.inputs import prepare_input
-from probemon.core.probes import InputSpec, input_dtype
+from probemon.core.probes import NORMS, InputSpec, input_dtype
 from probemon.engine.kernels import score_probes, triton_pairs
 
 pytestmark = [
@@ -149,7 +149,7 @@ def test_paging_on_a_gpu_changes_no_answer(pack):
         assert np.array_equal(scores.active_scores(t), exact[t, scores.active(t)].numpy())
 
 
-@pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("d", [576, 4096])
 def test_a_row_is_normalised_alike_in_every_batch(d, norm):
     x = torch.randn(65, d, device="cuda", dtype=torch.bfloat16, generator=torch.Generator(device="cuda").manual_seed(0))

@@ -11,7 +11,7 @@ from corpora import make_tokenizer
 from nets import SHAPES, weights
 from probemon import DynamicProbeManager
 from probemon.core.inputs import FarTerms, prepare_input
-from probemon.core.probes import InputSpec
+from probemon.core.probes import NORMS, InputSpec
 from probemon.core.reference import score_reference
 from probemon.engine.kernels import score_probes
 from probemon.engine.kernels.cpu import score_cpu
@@ -234,7 +234,7 @@ def check_few(numba_inputs, hidden, spec, dtype, values):
     assert numba_inputs.prepare_few(hidden, spec, dtype, None)[2] is None
 
 
-@pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_compiled_code_prepares_inputs_to_the_last_bit(norm, dtype, of):

@@ -20,7 +20,7 @@ from probemon.core.branches import watched_probes
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import prepare_input
 from probemon.core.plan import CascadePlan
-from probemon.core.probes import InputSpec, input_dtype
+from probemon.core.probes import NORMS, InputSpec, input_dtype
 from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import descend, retain
 from probemon.engine.kernels import score_probes, triton_pairs
@@ -128,7 +128,7 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", NORMS)
 def test_rows_normalised_by_the_kernel_are_those_of_torch(norm, dtype):
     x = torch.randn(5, 3, 70, generator=torch.Generator().manual_seed(0))[:, 1] * torch.tensor(
         [[1.0], [100.0], [0.0], [1e25], [1.0]]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from probemon.core.inputs import TINY, FarTerms, check_states
+from probemon.core.inputs import TINY, FarTerms, check_norm, check_states
 from probemon.core.probes import InputSpec
 from probemon.engine.kernels.numba_cached import compiled
 
@@ -52,6 +52,7 @@ def _squared(hidden: Tensor, spec: InputSpec) -> tuple[Tensor, Array]:
     they are.
     """
     check_states(hidden)
+    check_norm(spec.norm, ("none", "layernorm", "rmsnorm"), "kernels/numba_inputs.py")
     x = hidden.detach().to(torch.float32)
     if spec.norm == "none":
         return x, _NO_MEAN

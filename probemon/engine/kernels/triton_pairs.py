@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from probemon.core.inputs import TINY, check_pairs, check_states
+from probemon.core.inputs import TINY, check_norm, check_pairs, check_states
 from probemon.engine.kernels.triton_matrix import (
     INTERPRETED,
     ROWS,
@@ -268,6 +268,7 @@ def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) 
     Values that were not finite become NaN, and those that fp32 cannot normalise or `dtype` cannot hold, infinite.
     """
     check_states(hidden)
+    check_norm(norm, ("none", "layernorm", "rmsnorm"), "kernels/triton_pairs.py")
     n, d = hidden.shape
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     # Triton's interpreter rounds to bf16 in its own way.

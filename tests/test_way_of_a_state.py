@@ -1,4 +1,4 @@
-"""The way of one hidden state through the package is as short as docs/architecture.md draws it."""
+"""From the tap to its scores a hidden state goes through the modules that docs/architecture.md draws."""
 
 import re
 import sys
@@ -37,7 +37,7 @@ class Walk:
             self.modules.append(name)
 
 
-def test_one_token_enters_at_most_ten_modules(pack):
+def test_a_token_enters_ten_modules_from_the_tap_to_its_scores(pack):
     pytest.importorskip("numba")
     model = make_model()
     manager = DynamicProbeManager(pack, impl="numba", strategy="descent")

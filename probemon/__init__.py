@@ -2,7 +2,7 @@
 
 from probemon import DynamicProbeManager
 
-manager = DynamicProbeManager("probes/wordnet-smollm2-135m")    # a folder, or org/name on the Hugging Face hub
+manager = DynamicProbeManager("demo")    # or a folder, or org/name on the Hugging Face hub
 with manager.attach(model, tokenizer) as run:
     out = model.generate(**inputs)
 """

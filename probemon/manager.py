@@ -1,6 +1,6 @@
 """DynamicProbeManager: the one face over all of it.
 
-manager = DynamicProbeManager("probes/wordnet-smollm2-135m", keep_top_k=30)
+manager = DynamicProbeManager("demo", keep_top_k=30)
 with manager.attach(model, tokenizer) as run:         # every token of generate()
     out = model.generate(**inputs)
 state, scores = manager.step(None, hidden)            # one token of each of B rows, hidden [B, D]

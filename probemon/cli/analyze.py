@@ -1,7 +1,7 @@
 """The command analyze.
 
-probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
-probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --pack probes/wordnet-smollm2-135m-mlp --out both/
+probemon analyze demo demo mails.jsonl --out scores/
+probemon analyze demo demo mails.jsonl --pack packs/mine --out both/
 """
 
 from __future__ import annotations

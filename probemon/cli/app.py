@@ -1,9 +1,9 @@
 """The command line: every command, and how it ends.
 
     probemon watch demo --prompt "Tell me about whales."
-    probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
+    probemon analyze demo demo mails.jsonl --out scores/
     probemon train demo mails.jsonl --out mails/
-    probemon inspect probes/wordnet-smollm2-135m
+    probemon inspect demo
 
 Bad input ends with one line on standard error and exit status 2.
 """

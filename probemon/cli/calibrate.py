@@ -1,6 +1,6 @@
 """The command calibrate.
 
-    probemon calibrate probes/wordnet-smollm2-135m --benign ordinary.jsonl --fpr 0.01 --aggregate ema:0.3 \\
+    probemon calibrate packs/mine --benign ordinary.jsonl --fpr 0.01 --aggregate ema:0.3 \\
         --watch animal --positive animals.jsonl --out my-pack
     probemon calibrate my-pack --benign ordinary.jsonl --expand-recall 0.99
 """

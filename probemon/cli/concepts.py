@@ -1,8 +1,8 @@
 """The command concepts.
 
-probemon concepts probes/wordnet-smollm2-135m              # the top of the hierarchy
-probemon concepts probes/wordnet-smollm2-135m animal       # one concept: what is above it, and all below
-probemon concepts probes/wordnet-smollm2-135m "*crime*" --json
+probemon concepts demo              # the top of the hierarchy
+probemon concepts demo animal       # one concept: what is above it, and all below
+probemon concepts demo "*crime*" --json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command inspect.
 
-probemon inspect probes/wordnet-smollm2-135m
+probemon inspect demo
 """
 
 from __future__ import annotations

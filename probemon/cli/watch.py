@@ -1,8 +1,8 @@
 """The command watch.
 
-probemon watch demo probes/wordnet-smollm2-135m --prompt "Tell me about whales."
-probemon watch demo probes/wordnet-smollm2-135m --pack probes/wordnet-smollm2-135m-mlp
-probemon watch demo probes/wordnet-smollm2-135m --concept animal --stop-on whale:1 --out scores.jsonl --json
+probemon watch demo --prompt "Tell me about whales."
+probemon watch demo demo --pack packs/mine
+probemon watch demo --concept animal --stop-on whale:1 --out scores.jsonl --json
 probemon watch demo --deployment examples/watch.yaml
 """
 

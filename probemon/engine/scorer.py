@@ -1,6 +1,6 @@
 """Scorer composes packs, arenas and kernels into scores; runs and corpora call it.
 
-scorer = Scorer("probes/wordnet-smollm2-135m", keep_top_k=30)
+scorer = Scorer("demo", keep_top_k=30)
 state, scores = scorer.step(None, hidden)             # one token of each of B rows, hidden [B, D]
 scores = scorer.score_tokens(hidden)                  # one document, hidden [T, D]
 everything = scorer.score_all(hidden)                 # fp32 [T, P]

@@ -1,7 +1,7 @@
 """Analyses a corpus on many machines: Ray Data hands out shards to workers. Needs the extra `ray`.
 
     ds = ray.data.read_parquet("s3://mails/")
-    job = Job(model="demo", pack="probes/wordnet-smollm2-135m", out="/shared/scores")
+    job = Job(model="demo", pack="demo", out="/shared/scores")
     analysis = analyze_dataset(ds, job, concurrency=2)
 
 The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file

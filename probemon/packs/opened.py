@@ -1,6 +1,6 @@
 """Open a pack, verify it, ask it: everything but writing one, which `ProbePack` adds.
 
-    pack = OpenedPack.open("probes/wordnet-smollm2-135m")       # milliseconds; weights are not read until used
+    pack = OpenedPack.open("packs/mine")       # milliseconds; weights are not read until used
     pack = OpenedPack.open(path, verify=True)                   # hashes, every weight, and the golden scores
     pack.concepts[3]["name"], pack.path(17), pack.find("whale")
 

@@ -1,6 +1,6 @@
 """A probe pack: a directory of concept probes and everything needed to use them honestly.
 
-    pack = ProbePack.open("probes/wordnet-smollm2-135m")        # milliseconds; weights are not read until used
+    pack = ProbePack.open("packs/mine")        # milliseconds; weights are not read until used
     pack = ProbePack.from_pretrained("org/name", verify=True)   # and hashes, weights and golden scores checked
     pack = ProbePack.write("mine/", name="mine", ...)
     pack.concepts[3]["name"], pack.path(17), pack.find("whale")

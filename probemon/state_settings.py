@@ -2,6 +2,7 @@
 
 settings = state_settings(config.to_dict())     # {"rms_norm_eps": 1e-06, "hidden_act": "silu", ...}, as JSON has it
 differing(settings, others)                     # ["rms_norm_eps is 0.1 and was 1e-06"]
+sets_states("use_cache", True)                  # False: no state depends on it
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def state_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         str(name): state_settings(value) if _is_config(value) else _plain(value)
         for name, value in config.items()
-        if not _says_nothing(str(name), value)
+        if sets_states(str(name), value)
     }
 
 
@@ -63,12 +64,13 @@ def _is_config(value: Any) -> bool:
     return isinstance(value, Mapping) and "model_type" in value
 
 
-def _says_nothing(name: str, value: Any) -> bool:
+def sets_states(name: str, value: Any) -> bool:
+    """Return whether states depend on a setting of this name that has this value."""
     if _RATE.fullmatch(name):
-        return not isinstance(value, bool)
-    if _RETURNED.fullmatch(name):
         return isinstance(value, bool)
-    return _NO_STATE.fullmatch(name) is not None
+    if _RETURNED.fullmatch(name):
+        return not isinstance(value, bool)
+    return _NO_STATE.fullmatch(name) is None
 
 
 def _plain(value: Any) -> Any:

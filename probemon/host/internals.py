@@ -6,18 +6,22 @@ A name that is private or undocumented in its library stands in this file and no
 
 from __future__ import annotations
 
+import dis
+import inspect
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import chain
 from operator import methodcaller
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -66,6 +70,86 @@ def in_backward() -> bool:
 def is_dropout(module: nn.Module) -> bool:
     """Whether a module is one of torch's dropouts, whose common class is private: only theirs is `p` a rate."""
     return isinstance(module, _DropoutNd)
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module normalises by the batch that it reads in training, as torch's batch norms do."""
+    return isinstance(module, _BatchNorm)
+
+
+# What torch keeps in every module, and libraries in some: no state depends on it, or it is compared elsewhere.
+_OF_TORCH = frozenset(vars(nn.Module()))
+_OF_LIBRARIES = re.compile(
+    r"_is_hf_initialized|\w*gradient_checkpointing\w*|_require_grads_hooks?|_compiled_call\w*|_last_compile_config"
+    r"|_hf_hook|_old_forward|hf_device_map|warnings_issued|name_or_path|model_tags|is_parallelizable|model_parallel"
+    r"|_(no_split|keep_in|skip_keys|keys_to)\w*|\w*_?tied_weights_keys|_(tp|ep|pp|fsdp)_plan|_?loss_\w+|kernel_config"
+    r"|\w*max_seq_len_cached|\w*long_inv_freq"
+)
+
+
+def own_attributes(module: nn.Module) -> list[str]:
+    """Return the names of the attributes in which a module's own class, or a user, keeps something."""
+    made = [*compiled_attributes(module), "forward"] if has_accelerate_hook(module) else compiled_attributes(module)
+    return [
+        name
+        for name in vars(module)
+        if name not in _OF_TORCH and name not in made and _OF_LIBRARIES.fullmatch(name) is None
+    ]
+
+
+def temporary_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the buffers that are in no checkpoint, from `_non_persistent_buffers_set`."""
+    return [name for name in module._buffers if name in module._non_persistent_buffers_set]
+
+
+_NAMES: weakref.WeakKeyDictionary[type, tuple[frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def names_in_methods(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that methods of a class assign or register outside of `__init__`, which a forward may, and all
+    names of attributes that they mention; from their code.
+    """
+    if kind not in _NAMES:
+        assigned, mentioned = set[str](), set[str]()
+        for code in _methods(kind):
+            mentioned |= set(code.co_names)
+            assigned |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+            if "register_buffer" in code.co_names:
+                assigned |= {text for text in code.co_consts if isinstance(text, str)}
+        _NAMES[kind] = frozenset(assigned), frozenset(mentioned)
+    return _NAMES[kind]
+
+
+_PREPARING = {"__init__", "__setstate__", "reset_parameters", "_init_weights", "init_weights", "post_init"}
+
+
+def _methods(kind: type) -> Iterator[CodeType]:
+    """Yield the code of a class's methods, and of functions in them; not of bases that every module has."""
+    for base in kind.__mro__:
+        if base.__module__.startswith(("builtins", "torch.", "transformers.modeling_", "transformers.generation")):
+            continue
+        for name, method in vars(base).items():
+            function: Any = inspect.unwrap(getattr(method, "__func__", method)) if callable(method) else None
+            waiting = [function.__code__] if hasattr(function, "__code__") and name not in _PREPARING else []
+            while waiting:
+                code = waiting.pop()
+                yield code
+                waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+
+def remade_frequencies(module: nn.Module) -> list[str]:
+    """Return the names of the frequencies that a module's forwards make anew, by transformers' `rope_type`: those of a
+    dynamic rope, which several kinds of layers each have.
+    """
+    kinds = vars(module).get("rope_type")
+    if kinds is None:
+        return []
+    if not isinstance(kinds, Mapping):
+        kinds = {"": kinds}
+    remade = [
+        kind for kind, rope in kinds.items() if isinstance(rope, str) and ("dynamic" in rope or rope == "longrope")
+    ]
+    return [f"{kind}_inv_freq" if kind else "inv_freq" for kind in remade]
 
 
 def child(module: nn.Module, name: str) -> nn.Module | None:
@@ -214,6 +298,9 @@ def forget_generates_graph(model: nn.Module) -> bool:
 def has_generates_graph(model: nn.Module) -> bool:
     """Whether `generate()` keeps what it compiled by itself."""
     return vars(model).get("_compiled_call") is not None
+
+
+ATTENTION = "_attn_implementation_internal"  # under which a configuration keeps its attention
 
 
 def attention_kind(config: Any) -> str:

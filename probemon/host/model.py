@@ -57,13 +57,18 @@ def drops_at_random(model: Any) -> str | None:
     Every part is asked: adapters that are put on later may train where the host does not.
     """
     for name, module in model.named_modules():
-        if module.training:
-            rates = (
-                value for key, value in vars(module).items() if "drop" in key or (key == "p" and is_dropout(module))
-            )
-            if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                return name or type(module).__name__
+        if module.training and drop_rates(module):
+            return name or type(module).__name__
     return None
+
+
+def drop_rates(module: nn.Module) -> dict[str, float]:
+    """Return the rates above 0 at which a module drops values in training, by the names of its attributes."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and is_dropout(module)))
+    }
 
 
 def longest_input(model: Any) -> int | None:

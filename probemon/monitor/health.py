@@ -28,6 +28,7 @@ from probemon.tracking.watched_threads import WatchedThreads
 OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
 BLIND_SHARE = 0.01  # of the tokens: where more are not scored, a check fails
 _TEXTS = 3  # of what is wrong, so many are told
+_OF_HOST = "weights, adapters or settings of the host"
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ def run_health(
     *,
     ended: bool,
     not_numbers: Collection[str],
-    host_changed: bool,
+    changed_within: Sequence[str],
     holds_host: bool,
 ) -> Health:
     """Return the health of a run from what it knows by now. `threads`: whose forwards it watches. `not_numbers`: see
-    `Scorer.not_numbers`. `host_changed`: within a generation or a document, or an earlier turn of it. `holds_host`:
-    whether the run was to begin on one host alone (`strict`, a deployment's `host`).
+    `Scorer.not_numbers`. `changed_within`: in what the host changed within a generation or a document, or an earlier
+    turn of it. `holds_host`: whether the run was to begin on one host alone (`strict`, a deployment's `host`).
     """
     tokens = Counter(publisher.tokens)
     return Health(
@@ -100,7 +101,7 @@ def run_health(
             _gaps(watcher.n_gaps, threads, tokens.total()),
             _tokens(watcher, tokens, not_numbers, threads, ended),
             _states(tokens, not_numbers),
-            _host(host_changed, publisher.n_host_changes, holds_host),
+            _host(changed_within, publisher.n_host_changes, publisher.changed_between, holds_host),
             _callbacks(failures),
             _judges(publisher.verdicts),
             _sinks(publisher.sinks()),
@@ -193,22 +194,23 @@ def _states(tokens: Counter[str], not_numbers: Collection[str]) -> Check:
     )
 
 
-def _host(changed: bool, n_between: int, holds: bool) -> Check:
+def _host(within: Sequence[str], n_between: int, between: Sequence[str], holds: bool) -> Check:
     """`n_between`: how often it was another when a generation or a document began than when the one before did, or the
-    run attached.
+    run attached; `between`: in what, the last time.
     """
-    if changed:
-        what = "weights or adapters of the host changed within a generation or a document"
+    if within:
+        what = f"{_OF_HOST} changed within a generation or a document ({_some(within)})"
         return Check("host", WARNING, what, "Its scores are not all of one model: change them between generations.")
     if n_between:
         times = "once" if n_between == 1 else f"{n_between:,} times"
-        what = f"weights or adapters of the host changed {times} after the attach, between generations or documents"
+        last = f"{'' if n_between == 1 else 'last: '}{_some(between)}"
+        what = f"{_OF_HOST} changed {times} after the attach, between generations or documents ({last})"
         if holds:
             return Check(
                 "host", WARNING, f"{what}: it is not the one that was asked for", "Attach anew, which compares it."
             )
         return Check("host", OK, f"{what}, and within none as far as is known: not all results are of one model")
-    return Check("host", OK, "no weights or adapters of the host are known to have changed")
+    return Check("host", OK, f"no {_OF_HOST} are known to have changed")
 
 
 def _callbacks(failures: Failures) -> Check:

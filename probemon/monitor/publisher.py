@@ -12,7 +12,7 @@ import logging
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,21 @@ from probemon.tracking.watched_threads import WatchedThreads
 
 Listener = Callable[[PlacedTokens, Scores, MemoryReads | None], None]
 LOG = logging.getLogger("probemon")
+
+
+def changed_within(recordings: Iterable[Recording]) -> list[str]:
+    """Return in what the host changed within the first of these in which it did; nothing where it did in none."""
+    for recording in recordings:
+        if recording.host_changed:
+            texts, turn = dict[str, None](), recording
+            while turn.earlier is not None and recording.mark is not None:
+                turn = turn.earlier
+                marks = [mark for mark in (turn.mark, turn.mark_after) if mark is not None]
+                texts |= dict.fromkeys(text for mark in marks for text in recording.mark.changes(mark))
+            if recording.mark is not None and recording.mark_after is not None:
+                texts |= dict.fromkeys(recording.mark_after.changes(recording.mark))
+            return list(texts) or ["other adapters were on, or an earlier turn was of another host"]
+    return []
 
 
 class Publisher:
@@ -73,8 +88,10 @@ class Publisher:
         # Generated tokens, why some have no scores that a rule passes over, and these rules.
         self._n_generated, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
-        self.host_changed = False  # within a generation, or a document, of which nothing is kept any more
+        # In what the host changed within a generation, or a document, of which nothing is kept any more.
+        self.changed_within: list[str] = []
         self.n_host_changes = 0  # when one began, the host was another than when the one before did, or at the attach
+        self.changed_between: list[str] = []  # in what, the last time
         self.newest_mark: HostMark | None = None
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
 
@@ -129,11 +146,13 @@ class Publisher:
             self.tokens.update(scores.coverage.unseen)
             if recording.mark is not None and not recording.n_entries:  # it begins; an engine of its own has no marks
                 last, self.newest_mark = self.newest_mark, recording.mark
-                self.n_host_changes += last is not None and recording.mark.differs(last)
+                if last is not None and recording.mark.differs(last):
+                    self.n_host_changes += 1
+                    self.changed_between = recording.mark.changes(last)
             recording.add(placed, scores, reads, watch.number)
             if self._keep_tokens is not None:
                 forgotten = keep_newest(self._recordings(), self._keep_tokens)
-                self.host_changed = self.host_changed or any(one.host_changed for one in forgotten)
+                self.changed_within = self.changed_within or changed_within(forgotten)
         if generation is not None:
             all_seen = scores.coverage.all_seen
             generation.mark_scored(placed, all_seen=all_seen)

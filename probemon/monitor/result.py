@@ -162,11 +162,12 @@ class Result:
     token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
     `reads`: what memories of the host read, where the run watched them (`attach(..., routing=True)`), else None.
     `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others,
-    or its weights were written to, before it ended, or in an earlier turn on the same cache, so that its tokens come
-    from different weights. Torch counts no writes by way of `.data`, to a model that was made in inference mode, or to
-    what lies within a quantised weight; a weight in place of another is noticed. `requests`: of continuous batching, by
-    row. Padding and what follows the end of a row are not tokens. `deployment`: the sha256 of the deployment by whose
-    rules it was watched, None without one; where what is watched was changed in between, of the last.
+    weights were written to, or modules and configuration were set otherwise, before it ended or in an earlier turn on
+    the same cache, so that its tokens come from different models. Not noticed are writes by way of `.data`, to a model
+    that was made in inference mode, or to what lies within a quantised weight; what hooks of others do; and what is no
+    attribute of a module: docs/doctor.md has the list. `requests`: of continuous batching, by row. Padding and what
+    follows the end of a row are not tokens. `deployment`: the sha256 of the deployment by whose rules it was watched,
+    None without one; where what is watched was changed in between, of the last.
     `watches`: (row, position, number), from which position of a row `run.watches[number]` says what was watched.
     """
 

@@ -44,7 +44,7 @@ from probemon.monitor.escalation import check_judges
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.followers import Follower, Followers
 from probemon.monitor.health import Health, run_health
-from probemon.monitor.publisher import Listener, Publisher
+from probemon.monitor.publisher import Listener, Publisher, changed_within
 from probemon.monitor.result import Result, find_result
 from probemon.monitor.rules import Action, Event, Rule, check_beams, make_rules
 from probemon.monitor.sinks import Sink
@@ -444,7 +444,7 @@ class MonitorRun:
             self._threads,
             ended=self._ended,
             not_numbers=self.manager.not_numbers,
-            host_changed=self._publisher.host_changed or any(one.host_changed for one in list(self.recordings)),
+            changed_within=self._publisher.changed_within or changed_within(list(self.recordings)),
             holds_host=self._holds_host,
         )
         parts = (self.budget, self.breaker, None if self._requests is None else self._requests.drift)

@@ -299,10 +299,11 @@ def test_health_says_that_the_host_changed_between_generations_and_does_not_forg
     with torch.no_grad(), manager.attach(two_adapters, keep_tokens=8) as run:
         for _ in range(2):
             two_adapters.generate(input_ids=IDS, **GREEDY)
-        assert host_check(run) == ("ok", "no weights or adapters of the host are known to have changed")
+        assert host_check(run) == ("ok", "no weights, adapters or settings of the host are known to have changed")
         two_adapters.set_adapter("two")
         two_adapters.generate(input_ids=IDS, **GREEDY)
-        assert "changed once after the attach, between generations or documents, and within none" in host_check(run)[1]
+        said = "changed once after the attach, between generations or documents (adapters was ('one',), is ('two',);"
+        assert said in host_check(run)[1] and "and within none" in host_check(run)[1]
         two_adapters.get_base_model().model.layers[0].mlp.down_proj.weight.mul_(3)
         two_adapters.generate(input_ids=IDS, **GREEDY)
         two_adapters.generate(input_ids=IDS, **GREEDY)
@@ -312,7 +313,8 @@ def test_health_says_that_the_host_changed_between_generations_and_does_not_forg
         run.listen(lambda placed, scores: two_adapters.set_adapter("one") if switch and switch.pop() else None)
         switched = two_adapters.generate(input_ids=IDS, **GREEDY)
         within = host_check(run)
-        assert within == ("warning", "weights or adapters of the host changed within a generation or a document")
+        said = "weights, adapters or settings of the host changed within a generation or a document"
+        assert within[0] == "warning" and within[1].startswith(f"{said} (adapters was ('two',), is ('one',);")
         kept = run.recordings[-1]
         two_adapters.generate(input_ids=IDS + 1, **GREEDY)
         assert kept not in run.recordings and host_check(run) == within
@@ -331,7 +333,7 @@ def test_a_host_that_is_replaced_before_its_first_generation_is_not_the_one_that
         run = manager.attach(model, strict=strict)
         if entered:
             stack.enter_context(run)
-            assert host_check(run) == ("ok", "no weights or adapters of the host are known to have changed")
+            assert host_check(run) == ("ok", "no weights, adapters or settings of the host are known to have changed")
         model.load_state_dict(other.state_dict())
         if not entered:
             stack.enter_context(run)
@@ -407,6 +409,59 @@ def test_weights_that_are_written_to_between_two_turns_are_told(manager):
         host.get_submodule(layer).weight.mul_(2)
         host(IDS[:, 2:], past_key_values=cache)
     assert run.result(IDS).host_changed
+
+
+class Half(torch.nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+def on_no_grad(change):
+    def changed(host):
+        with torch.no_grad():
+            change(host)
+
+    return changed
+
+
+SETTINGS = {
+    "model.layers.1.input_layernorm.variance_epsilon was 1e-06, is 0.1": lambda host: setattr(
+        host.model.layers[1].input_layernorm, "variance_epsilon", 0.1
+    ),
+    "model.layers.0.self_attn.scaling was 0.35": lambda host: setattr(host.model.layers[0].self_attn, "scaling", 1.0),
+    "model.rotary_emb.inv_freq was written to": on_no_grad(lambda host: host.model.rotary_emb.inv_freq.mul_(2)),
+    "model.rotary_emb.attention_scaling was 1.0, is 2.0": lambda host: setattr(
+        host.model.rotary_emb, "attention_scaling", 2.0
+    ),
+    "model.layers.2.mlp.act_fn was SiLU": lambda host: setattr(host.model.layers[2].mlp, "act_fn", Half()),
+    "model.layers.2.mlp.forward was absent, is ": lambda host: setattr(
+        host.model.layers[2].mlp, "forward", lambda x: x / 2
+    ),
+    "config._attn_implementation was 'sdpa', is 'eager'": lambda host: host.set_attn_implementation("eager"),
+    "config.rope_parameters was": lambda host: host.config.rope_parameters.update(rope_theta=1e6),
+    "config.rms_norm_eps was 1e-06, is 0.1": lambda host: setattr(host.config, "rms_norm_eps", 0.1),
+    "model.layers.0.self_attn.training was False, is True": lambda host: host.train(),
+}
+
+
+@pytest.mark.parametrize("said", SETTINGS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_setting_that_changes_between_two_turns_is_told_by_name(manager, said, strict):
+    """No weight is written to: every other look would find the same host."""
+    host, cache = make_model(), DynamicCache()
+    host.model.layers[0].self_attn.attention_dropout = 0.5  # which acts in training alone
+    with manager.attach(host, strict=strict) as run:
+        first = host.generate(IDS, past_key_values=cache, **GREEDY)
+        second = host.generate(torch.cat([first, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+        assert host_check(run) == ("ok", "no weights, adapters or settings of the host are known to have changed")
+        SETTINGS[said](host)
+        fresh = host.generate(IDS + 1, **GREEDY)
+        between = host_check(run)
+        assert between[0] == ("warning" if strict else "ok") and said in between[1]
+        third = host.generate(torch.cat([second, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+    assert [run.result(out).host_changed for out in (first, second, fresh, third)] == [False, False, False, True]
+    within = host_check(run)
+    assert within[0] == "warning" and said in within[1]
 
 
 @ADAPTED

@@ -1,0 +1,220 @@
+"""What the modules of a host are set to beside its weights: attributes, buffers outside of the checkpoint, and the
+configurations that they read.
+
+settings = ModuleSettings(model)
+before = settings.now()                   # the first time a walk over all modules, then a fraction of a millisecond
+differing(before, settings.now())         # ["model.layers.3.input_layernorm.variance_epsilon was 1e-05, is 0.1"]
+
+What forwards write by themselves does not count: names that methods of a module's class assign outside of `__init__`,
+frequencies of a dynamic rope, and what accelerate, PEFT, gradient checkpointing and torch.compile keep in modules. The
+training mode counts in modules that drop values, add noise, or normalise by a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from numbers import Number
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from probemon.core.checks import shown
+from probemon.core.shadow import unshadowed
+from probemon.host.internals import (
+    ATTENTION,
+    attention_kind,
+    keeps_statistics,
+    names_in_methods,
+    own_attributes,
+    remade_frequencies,
+    switches_adapters,
+    temporary_buffers,
+    uncompiled,
+    without_wrappers,
+    write_marks,
+)
+from probemon.host.model import drop_rates
+from probemon.state_settings import sets_states
+
+# What is set, by place (of a module, a configuration, a class) and name; "" names the class of a module.
+Settings = Mapping[tuple[str, str], Any]
+_OVER_CLASS = "own "  # before the name of an attribute that lies over one of the class
+_PLAIN = (type(None), bool, Number, str, bytes, torch.dtype)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_ABSENT = object()
+
+
+def differing(before: Settings, now: Settings) -> list[str]:
+    """Say what is set otherwise. An attribute that one of the two has alone counts only where the class has it, too."""
+    texts = []
+    for key in () if before is now else dict.fromkeys((*before, *now)):
+        (place, name), was, value = key, before.get(key, _ABSENT), now.get(key, _ABSENT)
+        alone = _ABSENT in (was, value) and name and not name.startswith(_OVER_CLASS)
+        if not (alone or was is value or was == value):
+            what = ".".join(filter(None, (place, name.removeprefix(_OVER_CLASS)))) or "the model"
+            written = any(isinstance(one, _Written) for one in (was, value))
+            texts.append(f"{what} was written to" if written else f"{what} was {_shown(was)}, is {_shown(value)}")
+    return texts
+
+
+class ModuleSettings:
+    """What the modules of a model are set to: of those that it has when this is made. Any thread may ask."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._look = model, _Look(model)
+
+    def now(self) -> Settings:
+        """Return what is set now; the same object where nothing was touched since the last time."""
+        look = self._look
+        if not look.holds():
+            look = self._look = _Look(self._model)
+        return look.settings
+
+
+class _Written(tuple[int, int]):
+    """Where a tensor lies, and how often it was written to."""
+
+
+class _Look:
+    """One walk over the modules. What it read is kept alive and compared with what is there later, values by identity:
+    only where one is another, a walk is made anew.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.settings: dict[tuple[str, str], Any] = {}
+        self._readers: list[tuple[dict[str, Any], itemgetter[Any]]] = []  # of a module's values that count
+        self._tensors: list[tuple[tuple[str, str], Mapping[str, Any]]] = []  # the place of each, and where it is kept
+        self._containers: list[Any] = []  # which may change in place
+        configurations: dict[int, tuple[str, PretrainedConfig]] = {}  # each once, where it stands first
+        for path, module in model.named_modules():
+            if uncompiled(module) is module:  # no wrapper of torch.compile's, which has the module inside
+                self._read_module(without_wrappers(path), module, configurations)
+        for place, configuration in configurations.values():
+            self._read_configuration(place, configuration)
+        self._kinds: list[Any] = list(dict.fromkeys(map(type, model.modules())))
+        self.settings.update(
+            {(f"{kind.__module__}.{kind.__qualname__}", "forward"): kind.forward for kind in self._kinds}
+        )
+        self._sizes, self._values, self._parts = self._sizes_now(), self._values_now(), self._parts_now()
+        self._marks = self._marks_now()
+        self.settings.update({key: _Written(mark) for (key, _), mark in zip(self._tensors, self._marks, strict=True)})
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        try:
+            values = self._values_now()
+        except KeyError:  # an attribute was deleted
+            return False
+        return (
+            all(map(is_, values, self._values))
+            and self._sizes_now() == self._sizes
+            and self._parts_now() == self._parts
+            and self._marks_now() == self._marks
+        )
+
+    def _values_now(self) -> list[Any]:
+        tensors = [kept.get(name) for (_, name), kept in self._tensors]
+        return [
+            *chain.from_iterable([read(kept) for kept, read in self._readers]),
+            *(kind.forward for kind in self._kinds),
+            *tensors,
+        ]
+
+    def _sizes_now(self) -> list[int]:
+        return [len(kept) for kept, _ in self._readers]
+
+    def _parts_now(self) -> list[Any]:
+        return list(map(_plain, self._containers))
+
+    def _marks_now(self) -> list[tuple[int, int]]:
+        return write_marks([kept[name] for (_, name), kept in self._tensors])
+
+    def _read_module(self, place: str, module: nn.Module, configurations: dict[int, tuple[str, Any]]) -> None:
+        kept, kind = vars(module), type(module)
+        (assigned, mentioned), remade = names_in_methods(kind), remade_frequencies(module)
+        self.settings[place, ""] = kind
+        # What PEFT keeps in its layers is compared as its switches.
+        names = [] if switches_adapters(module) else [name for name in own_attributes(module) if name not in assigned]
+        for name in names:
+            self._read(place, name, kept, module)
+        self._tensors += [
+            ((place, name), module._buffers)
+            for name in temporary_buffers(module)
+            if name not in assigned and name not in remade and module._buffers[name] is not None
+        ]
+        rates = drop_rates(module) | _noise(module) if module.training else {}
+        of_another = not kind.__module__.startswith(("torch.", "transformers.", "peft.")) and "training" in mentioned
+        acts = module.training and (bool(rates) or keeps_statistics(module) or of_another)
+        self.settings.update({(place, name): rate for name, rate in rates.items()})
+        self.settings[place, "training"] = acts
+        configuration = kept.get("config")
+        if id(configuration) not in configurations and isinstance(configuration, PretrainedConfig):
+            configurations[id(configuration)] = (f"{place}.config".lstrip("."), configuration)
+        # Two names at least: then what is read is a tuple.
+        self._readers.append((kept, itemgetter("training", "_modules", *names)))
+
+    def _read_configuration(self, place: str, configuration: PretrainedConfig) -> None:
+        """Read a configuration, and those in it."""
+        kept = vars(configuration)
+        for name, value in kept.items():
+            if isinstance(value, PretrainedConfig):
+                self._read_configuration(f"{place}.{name}", value)
+        names = [name for name, value in kept.items() if sets_states(name, value)]
+        for name in names:
+            self._read(place, name, kept)
+        # A manager of continuous batching changes the attention while it runs, and changes it back.
+        self.settings[place, "_attn_implementation"] = attention_kind(configuration).removeprefix("paged|")
+        self._readers.append((kept, itemgetter(*names, *(name for name in kept if name == ATTENTION))))
+
+    def _read(self, place: str, name: str, kept: dict[str, Any], module: nn.Module | None = None) -> None:
+        value, key = kept[name], (place, name)
+        if module is not None and hasattr(type(module), name):
+            key, value = (place, f"{_OVER_CLASS}{name}"), _over_class(module, name, value)
+            if value is _ABSENT:
+                return
+        if isinstance(value, Tensor):
+            self._tensors.append(((place, name), kept))
+        elif isinstance(value, _CONTAINERS):
+            self.settings[key] = _plain(value)
+            self._containers.append(value)
+        elif isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nn.Module)):
+            self.settings[key] = value
+
+
+def _over_class(module: nn.Module, name: str, value: Any) -> Any:
+    """Return what a module has of its own in the place of what its class has; `_ABSENT` where it is the same, and where
+    only shadows of ours are there.
+    """
+    of_class = getattr(type(module), name)
+    if callable(value):
+        value = unshadowed(value)
+    if getattr(value, "__self__", None) is module:  # put back by whoever had taken it away
+        value = value.__func__
+    return _ABSENT if (value is None and callable(of_class)) or value is of_class else value
+
+
+def _noise(module: nn.Module) -> dict[str, float]:
+    """Return by how much a router's input is changed at random in training, by the names of its attributes."""
+    named = {name: value for name, value in vars(module).items() if "jitter" in name}
+    return {name: value for name, value in named.items() if isinstance(value, float) and value > 0}
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of a value, without what cannot be compared."""
+    if isinstance(value, Mapping):
+        return tuple((_plain(key), _plain(inner)) for key, inner in value.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_plain, value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nn.Module)) else type(value)
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    return str(getattr(value, "__qualname__", None) or shown(value))

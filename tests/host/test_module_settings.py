@@ -1,0 +1,169 @@
+"""What modules are set to beside their weights: what changes states is noticed, and what forwards do is no change."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import architectures
+from conftest import HIDDEN, PAD, make_model
+from probemon.host.changes import HostMarks
+from probemon.host.internals import names_in_methods
+from probemon.host.model import find_layers
+
+IDS = torch.tensor([[1, 44, 3, 17, 8, 44, 3, 5, 9, 11, 60, 33]])
+GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+OF_TORCH = set(vars(nn.Module()))
+# Of every kind of norm, position, attention, activation and expert some.
+ARCHITECTURES = "falcon gemma3_text gpt2 granite mixtral t5"
+
+
+def states_of(model):
+    seen = []
+
+    def keep(module, args, output):
+        seen.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in find_layers(model)[1]]
+    decoded = {"decoder_input_ids": IDS[:, 2:9]} if model.config.is_encoder_decoder else {}
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            model(input_ids=IDS, use_cache=False, **decoded)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(seen)
+
+
+class Scaled(nn.Module):
+    """Another module in the place of one, which gives something else."""
+
+    def __init__(self, inner):
+        super().__init__()
+        object.__setattr__(self, "inner", inner)
+
+    def forward(self, *args, **kwargs):
+        out = self.inner(*args, **kwargs)
+        return out * 0.7 if isinstance(out, torch.Tensor) else tuple(part * 0.7 for part in out)
+
+
+def other_than(value):
+    """Another value of its kind; the same where there is none to think of."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1 if isinstance(value, int) else value * 0.5 + 0.3
+    if callable(value) and not isinstance(value, type | nn.Module):
+        return lambda *args, **kwargs: value(*args, **kwargs) * 0.7
+    return value
+
+
+def possible_changes(model):
+    """Yield a name, the dictionary and the key of everything that a user may put something else at: of each class, its
+    first module. What its forwards assign themselves is left out.
+    """
+    known = set()
+    for module in model.modules():
+        kind = type(module)
+        kept = [vars(module), module._buffers, module._modules]
+        config = vars(module).get("config")
+        for held in [*kept, *([] if config is None or id(config) in known else [vars(config)])]:
+            known.add(id(config))
+            for name, value in list(held.items()):
+                of_config = held is not vars(module) and name.startswith("_")  # how it is loaded, and what it returns
+                if of_config or (kind, name) in known or name in OF_TORCH or name in names_in_methods(kind)[0]:
+                    continue
+                if isinstance(value, nn.Module) and next(value.parameters(), None) is None:
+                    yield f"{kind.__name__}.{name}", held, name, Scaled(value)
+                elif isinstance(value, torch.Tensor) and value.is_floating_point():
+                    yield f"{kind.__name__}.{name}", held, name, value * 2 + 1
+                elif other_than(value) is not value:
+                    yield f"{kind.__name__}.{name}", held, name, other_than(value)
+                if held is not vars(module) or not isinstance(value, nn.Module):
+                    known.add((kind, name))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ARCHITECTURES.split())
+def test_whatever_changes_states_is_noticed(name):
+    known = architectures.architectures()
+    if name not in known:
+        pytest.skip("this transformers has it not")
+    model = architectures.build(name, known[name]).eval()
+    before, marks, n = states_of(model), HostMarks(model), 0
+    mark = marks.now()
+    for what, held, key, value in possible_changes(model):
+        kept = held[key]
+        held[key] = value
+        try:
+            states = states_of(model)
+            changes = states.shape != before.shape or not torch.equal(states, before)
+        except Exception:  # it runs no more
+            changes = False
+        if changes:
+            assert marks.now().differs(mark) and marks.now().changes(mark), what
+        held[key] = kept
+        if changes:
+            assert not marks.now().differs(mark), what
+        n += changes
+    model.train()
+    assert torch.equal(states_of(model), before) or marks.now().differs(mark)
+    assert n > 2
+
+
+def run_in_all_ways(model):
+    decoded = {"decoder_input_ids": IDS[:, 2:9]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        model.generate(IDS, **GREEDY)
+        model.generate(IDS.repeat(2, 3), **GREEDY)
+        model(input_ids=IDS, **decoded)
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * (HIDDEN // 4),
+        "long_factor": [4.0] * (HIDDEN // 4),
+        "original_max_position_embeddings": 16,
+        "factor": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_that_forwards_make_anew_are_no_change(rope):
+    config = copy.deepcopy(make_model().config)
+    config.max_position_embeddings, config.rope_parameters = 16, {"rope_theta": 1e4, **ROPES[rope]}
+    model = LlamaForCausalLM(config).eval()
+    marks = HostMarks(model)
+    mark, frequencies = marks.now(), model.model.rotary_emb.inv_freq.clone()
+    with torch.no_grad():
+        model(IDS.repeat(1, 3))
+    assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies), "they were not made anew"
+    run_in_all_ways(model)
+    assert marks.now().changes(mark) == []
+    with torch.no_grad():
+        model.model.rotary_emb.original_inv_freq.mul_(2)
+    assert marks.now().changes(mark) == ["model.rotary_emb.original_inv_freq was written to"]
+
+
+def test_what_training_and_saving_do_to_a_model_without_dropout_is_no_change(tmp_path):
+    model = make_model()
+    marks = HostMarks(model)
+    mark = marks.now()
+    model.train()
+    enable = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else None
+    getattr(model, enable or "gradient_checkpointing_enable")()
+    model.enable_input_require_grads()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    model.config.use_cache, model.config.pad_token_id = False, 3
+    model.generation_config.max_new_tokens = 3
+    model.requires_grad_(False)
+    model.save_pretrained(tmp_path)
+    model.note = "of a user"
+    model.eval()
+    assert marks.now().changes(mark) == []

@@ -10,10 +10,13 @@ forward computes. Every other mode is refused here: scores on the wrong row woul
 from __future__ import annotations
 
 import inspect
+import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     Cache,
@@ -32,6 +35,8 @@ from probemon.host.internals import attention_kind, cache_layers, decoder_cache,
 from probemon.host.model import is_encoder_decoder
 from probemon.host.trials import CACHES
 
+LOG = logging.getLogger("probemon")
+_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose padding on the left was warned of
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION, *_BEAMS)
@@ -123,8 +128,10 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
             int(embeds.shape[1]), int(embeds.shape[1]), **options
         )  # the output holds only what is generated
     _refuse(f"inputs_embeds beside {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
-    if ids is None:
-        return GenerateCall(1, 0, **options)  # generate starts from one beginning-of-sequence token
+    if ids is None:  # generate starts from one beginning-of-sequence token
+        if embeds is None and given.get("attention_mask") is None and isinstance(config.bos_token_id, int):
+            _check_inferred(model, config, torch.tensor([[config.bos_token_id]]))
+        return GenerateCall(1, 0, **options)
     width = int(ids.shape[-1])
     if ids.numel() == 0:
         raise ConfigError(
@@ -132,6 +139,8 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
         )
     options["ids"] = ids if options["cached"] else None
     mask = given.get("attention_mask")
+    if mask is None:
+        _check_inferred(model, config, ids)
     if mask is None or mask.dim() != 2:
         return GenerateCall(width, 0, **options)
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
@@ -140,6 +149,53 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
             f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token"
         )
     return GenerateCall(int(mask.shape[1]), int(mask.shape[1]) - width, **options)
+
+
+def _inferred_mask(model: Any, config: GenerationConfig, ids: Tensor) -> Tensor | None:
+    """Return the mask that transformers infers where none is given; None where it takes every token for text: where the
+    padding token ends sequences, too.
+    """
+    pad, takes_mask = config.pad_token_id, "attention_mask" in inspect.signature(model.forward).parameters
+    if not isinstance(pad, int) or pad in _ends(config) or ids.dim() != 2 or not takes_mask:
+        return None
+    return ids != pad
+
+
+def _ends(config: GenerationConfig) -> list[int]:
+    """Return the tokens that end a sequence."""
+    ends = config.eos_token_id
+    return list(ends) if isinstance(ends, (list, tuple)) else [] if ends is None else [ends]
+
+
+def _check_inferred(model: Any, config: GenerationConfig, ids: Tensor) -> None:
+    """Raise `ConfigError` for a row that the inferred mask leaves nothing of; warn, once for a model, of padding on the
+    left that is read as text.
+    """
+    mask = _inferred_mask(model, config, ids)
+    if mask is not None:
+        empty = (~mask.any(dim=1)).nonzero().flatten().tolist()
+        if empty:
+            raise ConfigError(
+                f"the prompt of row {empty[0]} has zero length: every token of it is the padding token"
+                f" {config.pad_token_id}, so that without an attention_mask transformers takes it for padding. Give an"
+                " attention_mask, of ones if these tokens are text"
+            )
+        return
+    pad = config.pad_token_id if isinstance(config.pad_token_id, int) else next(iter(_ends(config)), None)
+    if pad is None or ids.dim() != 2 or model in _TOLD:
+        return
+    n_leading = (ids == pad).long().cumprod(dim=1).sum(dim=1)
+    # One in every row is a text that begins so: the same token may begin a text, too.
+    if bool((n_leading > 1).any()) or len(set(n_leading.tolist())) > 1:
+        _TOLD.add(model)
+        LOG.warning(
+            "row %d begins with %d padding tokens (%d), no attention_mask was given, and transformers infers none, as"
+            " this token also ends a text: the model reads the padding as text, and it is scored as such. Give the"
+            " attention_mask of the tokenizer",
+            int(n_leading.argmax()),
+            int(n_leading.max()),
+            pad,
+        )
 
 
 def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:

@@ -846,6 +846,52 @@ def test_zero_length_prompt_is_named(pack, model, ids, mask):
     assert n_hooks(model) == before
 
 
+@pytest.mark.parametrize("ids", [torch.tensor([[PAD]]), torch.tensor([[1, 5], [PAD, PAD]]), None])
+@pytest.mark.parametrize("eos", [EOS, [EOS, 7]])
+def test_prompt_that_transformers_takes_for_padding_is_refused_as_with_the_mask_given(pack, model, ids, eos):
+    """Without a mask, the same one is inferred, and with one that says that it is text, it is scored."""
+    how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD, "bos_token_id": PAD, "eos_token_id": eos}
+    given = {} if ids is None else {"input_ids": ids}
+    ids = torch.tensor([[PAD]]) if ids is None else ids
+    with DynamicProbeManager(pack).attach(model) as run:
+        with pytest.raises(
+            ConfigError, match=r"zero length: every token of it is the padding token 0.*Give an attention"
+        ):
+            model.generate(**given, **how)
+        with pytest.raises(ConfigError, match="zero length"):
+            model.generate(input_ids=ids, attention_mask=(ids != PAD).long(), **how)
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
+        assert (run.result(out).phase == 0).sum() == ids.numel()
+        # Where padding ends a text, too, transformers infers no mask, and where there is none of it in the ids.
+        model.generate(input_ids=ids, **{**how, "eos_token_id": [EOS, PAD]})
+        model.generate(input_ids=ids, **{**how, "pad_token_id": 9})
+
+
+LEFT_PADDED = {
+    "two in a row": ([[EOS, EOS, 5, 9]], True),
+    "one in one row of two": ([[EOS, 5, 9], [3, 5, 9]], True),
+    "a text that begins so": ([[EOS, 5, 9]], False),
+    "texts that begin so": ([[EOS, 5, 9], [EOS, 3, 9]], False),
+    "none at the beginning": ([[3, EOS, EOS, 9]], False),
+}
+
+
+@pytest.mark.parametrize("ids, warns", LEFT_PADDED.values(), ids=LEFT_PADDED)
+@pytest.mark.parametrize("pad", [EOS, None])
+def test_padding_on_the_left_that_is_read_as_text_is_warned_of_once(pack, caplog, ids, warns, pad):
+    """transformers infers no mask where padding ends a text, too: the padding is scored as prompt, as it was run."""
+    model, ids = make_model(), torch.tensor(ids)
+    how = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": pad, "eos_token_id": EOS}
+    model.generation_config.pad_token_id = model.config.pad_token_id = pad
+    with DynamicProbeManager(pack).attach(model) as run:
+        out = model.generate(ids, **how)
+        model.generate(ids + 0, attention_mask=torch.ones_like(ids), **how)
+        model.generate(torch.cat([ids, ids], dim=1), **how)
+    said = [record.getMessage() for record in caplog.records if record.name == "probemon"]
+    assert len(said) == warns and all("reads the padding as text" in text for text in said)
+    assert (run.result(out, generation=0).phase == 0).sum() == ids.numel()
+
+
 def test_state_that_is_not_finite_is_unseen_loudly(pack, model):
     """The host itself breaks at one token: that token is unseen with its reason, the others are scored."""
     calls = []

@@ -239,11 +239,12 @@ class Scores:
 class HostState:
     """What changes a host's hidden states without its being another model, when a generation began.
 
-    `adapters`: PEFT's, active (by row, where each has its own), "bem" for one of `probemon.bem`, "memory" where
-    `attach_memory` put one on, and "closed memory" where one of the host's own adds nothing; `adapters_disabled`:
-    present, but switched off; `adapters_merged`: in the weights; `adapter_scales`: by what an active LoRA's update is
-    multiplied, every value that some layer has; `quantisation`: "" or the kinds of tensor; `devices`: with "offloaded"
-    for weights kept elsewhere; `n_ranks`: of tensor parallel.
+    `adapters`: those of PEFT's that run (by row, where each has its own): in a layer with merged ones these alone, else
+    the active ones that it has; "bem" for one of `probemon.bem`, "memory" where `attach_memory` put one on, and "closed
+    memory" where one of the host's own adds nothing; `adapters_disabled`: active, but switched off in every layer;
+    `adapters_merged`: in the weights; `adapter_scales`: by what the update of a LoRA that runs is multiplied, every
+    value that some layer has (of a merged one what it has now); `quantisation`: "" or the kinds of tensor; `devices`:
+    with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
     """
 
     model: str

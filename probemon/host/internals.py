@@ -548,6 +548,16 @@ def adapter_switches(tuners: Sequence[nn.Module]) -> list[Any]:
     ]
 
 
+def adapters_in_force(layer: Any) -> list[str]:
+    """Return the adapters that a layer of PEFT's runs where it is not disabled: where some are merged these alone, else
+    those of the active ones that it has weights of, by the names in `adapter_layer_names`.
+    """
+    merged = list(getattr(layer, "merged_adapters", ()))
+    kept = [getattr(layer, name, None) for name in (*getattr(layer, "adapter_layer_names", ()), "modules_to_save")]
+    known = {str(name) for part in kept if part is not None and hasattr(part, "keys") for name in list(part)}
+    return merged or [name for name in layer.active_adapters if name in known or not known]
+
+
 def is_adaption_prompt_class(kind: type) -> bool:
     """Whether modules of a class are attentions that PEFT's AdaptionPrompt puts in the place of a host's."""
     return kind.__module__.startswith("peft.tuners.adaption_prompt") and kind.__name__.startswith("Adapted")

@@ -20,6 +20,7 @@ from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import CLOSED_NAME, MEMORY_NAME, OWN_NAME, memories_in, memories_on, own_of
 from probemon.host.internals import (
     adapters_by_row,
+    adapters_in_force,
     all_modules,
     compiled_attributes,
     forget_generates_graph,
@@ -28,6 +29,7 @@ from probemon.host.internals import (
     is_adaption_prompt_class,
     is_dropout,
     is_tuner_class,
+    switches_adapters,
     tensor_parallel_size,
     uncompiled,
 )
@@ -194,8 +196,8 @@ def host_state(model: Any) -> HostState:
     adapters: set[str] = set()
     merged: set[str] = set()
     scales: set[tuple[str, float]] = set()
+    off: set[str] = set()
     by_row: tuple[str, ...] = ()
-    disabled = False
     kinds: set[str] = set()
     # By class: to ask hundreds of modules for what they have not takes milliseconds, in every generate().
     tuned: dict[type, bool] = {}
@@ -209,12 +211,13 @@ def host_state(model: Any) -> HostState:
             # The weights of these are no parameters.
             if kind.__module__.startswith("torch.ao.nn.quantized") and "Quantized" in module._get_name():
                 kinds.add(module._get_name())
-        if tuned[kind] and hasattr(module, "base_layer"):  # a layer of PEFT's
-            adapters |= set(module.active_adapters)
-            merged |= set(module.merged_adapters)
-            scales |= {(str(name), float(scale)) for name, scale in getattr(module, "scaling", {}).items()}
-            disabled |= bool(module.disable_adapters)
-            by_row = adapters_by_row(module) or by_row
+        if tuned[kind] and switches_adapters(module):  # a layer of PEFT's
+            on, is_off = adapters_in_force(module), bool(module.disable_adapters)
+            (off if is_off else adapters).update(on)
+            merged |= set(getattr(module, "merged_adapters", ()))
+            scaling = {} if is_off else getattr(module, "scaling", {})
+            scales |= {(name, float(scaling[name])) for name in on if name in scaling}
+            by_row = () if is_off else adapters_by_row(module) or by_row
     closed = any(memory.closed for memory in memories_in(modules))
     ours = {OWN_NAME: own_of(model) is not None, MEMORY_NAME: bool(memories_on(model)), CLOSED_NAME: closed}
     own = tuple(name for name, on in ours.items() if on)
@@ -227,10 +230,10 @@ def host_state(model: Any) -> HostState:
     return HostState(
         model=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
-        adapters=(by_row or (tuple(sorted(adapters)) if not disabled else ())) + own,
-        adapters_disabled=tuple(sorted(adapters)) if disabled else (),
+        adapters=(by_row or tuple(sorted(adapters))) + own,
+        adapters_disabled=tuple(sorted(off - adapters)),
         adapters_merged=tuple(sorted(merged)),
-        adapter_scales=tuple(sorted(scale for scale in scales if scale[0] in adapters)),
+        adapter_scales=tuple(sorted(scales)),
         quantisation=", ".join(sorted(kinds)),
         devices=tuple(
             sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})

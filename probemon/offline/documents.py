@@ -141,7 +141,7 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
     text, reason = row.text, row.reason
     if not reason and not isinstance(text, str):
         reason = f"no field {text_field!r}" if text is None else f"{text_field!r} is {type(text).__name__}, not a text"
-    if not reason and not text.strip():
+    if not reason and not text:
         reason = "empty"
     if not reason and len(text) > max_chars:
         reason = f"longer than {max_chars} characters ({len(text)})"

@@ -2,6 +2,7 @@
 refused.
 """
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -178,3 +179,115 @@ def test_modules_whose_weights_are_no_parameters_are_told_as_quantised():
     assert host_state(model).quantisation == ""
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert host_state(quantised).quantisation == "DynamicQuantizedLinear"
+
+
+class Two:
+    """A host with the adapters A and B, whose targets may differ, and what it answers with each."""
+
+    IDS = torch.tensor([[1, 44, 3, 17, 8]])
+
+    def __init__(self, targets=(("q_proj", "v_proj"), ("q_proj", "v_proj")), **options):
+        def config(targets):
+            return peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, **options)
+
+        self.model = peft.get_peft_model(make_model(), config(targets[0]), adapter_name="A").eval()
+        self.model.add_adapter("B", config(targets[1]))
+        for module in self.model.modules():
+            if "modules_to_save" in vars(module).get("_modules", {}):
+                for name, scale in (("A", 2.0), ("B", 3.0)):
+                    module.modules_to_save[name].weight.data.mul_(scale)
+        with self.model.disable_adapter():
+            self.answers = {(): self.logits()}
+        for active in (("A",), ("B",), ("A", "B")):
+            if active == ("A", "B") and options.get("modules_to_save"):
+                continue
+            self.active(*active)
+            self.answers[active] = self.logits()
+
+    def active(self, *names):
+        self.model.base_model.set_adapter(list(names))
+
+    def merge(self, *names):
+        self.model.base_model.merge_adapter(list(names))
+
+    def unmerge(self):
+        self.model.base_model.unmerge_adapter()
+
+    def scale(self, name, value):
+        for module in self.model.modules():
+            if hasattr(module, "base_layer"):
+                module.set_scale(name, value)
+
+    def enable(self, on):
+        for module in self.model.modules():
+            if "_disable_adapters" in vars(module):
+                module.enable_adapters(on)
+
+    def logits(self):
+        with torch.no_grad():
+            return self.model(self.IDS).logits
+
+    def ran(self):
+        """Which adapters ran, by what they answered."""
+        answer = self.logits()
+        [names] = [names for names, known in self.answers.items() if torch.allclose(answer, known, atol=1e-4)]
+        return names
+
+
+STEPS = {
+    "both": [("active", "A", "B")],
+    "one of two merged": [("active", "A", "B"), ("merge", "A")],
+    "the other of two merged": [("active", "A", "B"), ("merge", "B")],
+    "merged while another is active": [("active", "A"), ("merge", "B")],
+    "both merged": [("active", "A", "B"), ("merge", "A", "B")],
+    "unmerged": [("active", "A", "B"), ("merge", "A"), ("unmerge",)],
+    "merged, then another is set": [("active", "A"), ("merge", "A"), ("active", "B")],
+    "merged, then disabled": [("active", "A", "B"), ("merge", "A"), ("enable", False)],
+    "disabled and enabled": [("active", "B"), ("enable", False), ("enable", True)],
+    "disabled": [("active", "B"), ("enable", False)],
+    "not scaled any more": [("active", "A", "B"), ("scale", "A", 0.0)],
+}
+KINDS = {"LoRA": {}, "DoRA": {"use_dora": True}, "other targets": {"targets": (("q_proj",), ("o_proj",))}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_adapters_that_a_state_names_are_those_that_ran(options, steps):
+    """The oracle is what the model answers: where some are merged, PEFT runs these alone in that layer."""
+    two = Two(**options)
+    for name, *arguments in steps:
+        getattr(two, name)(*arguments)
+    if ("scale", "A", 0.0) in steps:  # a DoRA's magnitude acts still
+        state = host_state(two.model.get_base_model())
+        assert state.adapters == ("A", "B") and ("A", 0.0) in state.adapter_scales
+        return
+    ran = two.ran()
+    state = host_state(two.model.get_base_model())
+    assert state.adapters == ran and {name for name, _ in state.adapter_scales} == set(ran)
+    assert set(state.adapters_merged) <= set(ran) and not set(state.adapters_disabled) & set(ran)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_an_adapter_saved_whole_runs_beside_a_merged_one():
+    two = Two(modules_to_save=["down_proj"])
+    two.active("B")
+    assert (two.ran(), host_state(two.model.get_base_model()).adapters) == (("B",), ("B",))
+    two.merge("A")  # B's own down_proj runs still
+    state = host_state(two.model.get_base_model())
+    assert state.adapters == ("A", "B") and state.adapters_merged == ("A",)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_that_are_deleted_weighted_or_off_in_some_layers_are_named_as_they_run():
+    two = Two()
+    two.model.add_weighted_adapter(["A", "A"], [0.5, 0.5], "W", combination_type="linear")
+    two.active("W")
+    assert host_state(two.model.get_base_model()).adapters == ("W",)
+    two.model.delete_adapter("W")
+    assert host_state(two.model.get_base_model()).adapters == two.ran() != ("W",)
+    two.active("A", "B")
+    layers = [module for module in two.model.modules() if hasattr(module, "base_layer")]
+    layers[0].enable_adapters(False)
+    state = host_state(two.model.get_base_model())
+    assert state.adapters == ("A", "B") and state.adapters_disabled == ()

@@ -529,7 +529,7 @@ def workplace(model, pack, tmp_path_factory):
     model.save_pretrained(folder / "host")
     make_tokenizer().save_pretrained(folder / "host")
     rows = [{"id": f"b{i}", "text": text} for i, text in enumerate(random_texts(60, longest=40))]
-    (folder / "benign.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"id": "bad", "text": " "}]))
+    (folder / "benign.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"id": "bad", "text": ""}]))
     rows = [
         {"id": f"p{i}", "text": text, "concepts": ["c5"] if i % 2 else ["c5", "c6", "c20"]}
         for i, text in enumerate(random_texts(8, seed=1))
@@ -1045,7 +1045,7 @@ def test_documents_of_which_not_every_token_was_seen_are_told(pack):
         np.arange(2),
         "positive",
         reading=Reading(),
-        read=lambda source: read_documents(["ac", "ab", "bb", "bb", " "]),
+        read=lambda source: read_documents(["ac", "ab", "bb", "bb", ""]),
     )
     assert documents.sentences("positive") == [
         "2 positive documents of 3 tokens, 1 bad one left out (first: 4: empty), 2 left out without a token that was"

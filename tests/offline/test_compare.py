@@ -460,7 +460,7 @@ def test_of_real_analyses_the_shares_are_those_of_their_rows(model, pack, tmp_pa
         [],
     )
     for seed, n in ((0, 12), (1, 9)):
-        texts = [*random_texts(n, seed=seed), " "]
+        texts = [*random_texts(n, seed=seed), ""]
         made.append(analyze(manager, model, make_tokenizer(), texts, tmp_path / str(seed), floor=0.2))
         rows = Counter(
             zip(*(made[-1].scores().column(name).to_pylist() for name in ("concept", "document")), strict=True)

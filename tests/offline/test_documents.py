@@ -91,13 +91,17 @@ def test_iterables_of_texts_and_objects():
     assert count_documents(rows) == 6 and count_documents(iter(rows)) is None
 
 
+def test_white_space_alone_is_a_document():
+    assert told(["", " ", "\n"]) == [(0, "0", "", "empty"), (1, "1", " ", ""), (2, "2", "\n", "")]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         (b'{"text": "a\xff"}', "not UTF-8 (byte 11"),
         (b'{"text": ', "not valid JSON"),
         (b"[1]", "not a JSON object: list"),
-        (b'{"text": " "}', "empty"),
+        (b'{"text": ""}', "empty"),
         (b'{"text": "\\ud800"}', "not valid Unicode"),
         (b'{"text": "' + b"x" * 41 + b'"}', "longer than 40 characters (41)"),
         (b'{"text": "' + b"x" * 100_000 + b'"}', "longer than 40 characters"),

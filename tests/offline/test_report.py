@@ -69,7 +69,7 @@ def analysis(model, pack, tmp_path_factory):
         manager,
         model,
         make_tokenizer(),
-        [*texts[:3], {"id": "empty", "text": " "}, *texts[3:]],
+        [*texts[:3], {"id": "empty", "text": ""}, *texts[3:]],
         tmp_path_factory.mktemp("analysis") / "out",
         floor=0.5,
     )
@@ -635,7 +635,7 @@ def test_tokens_without_places_and_documents_without_texts_are_listed(browser, t
         manager,
         model,
         make_tokenizer(),
-        [*texts[:3], {"id": "empty", "text": " "}, *texts[3:]],
+        [*texts[:3], {"id": "empty", "text": ""}, *texts[3:]],
         tmp_path / "b",
         floor=0.5,
         keep_text=False,
@@ -957,7 +957,7 @@ def test_pairs_are_the_best_of_every_concept_and_what_is_left_out_is_told(browse
 @in_browser
 def test_an_analysis_of_nothing_is_a_report_of_nothing(browser, tmp_path, model, pack):
     manager = DynamicProbeManager(pack, impl="cpu")
-    for name, documents in (("none", []), ("bad", ["", " "])):
+    for name, documents in (("none", []), ("bad", ["", 5])):
         page = browser.open(write_report(analyze(manager, model, make_tokenizer(), documents, tmp_path / name)))
         assert texts_of(page, "#figures b") == [str(len(documents)), "0", "0", "0"]
         for view in VIEWS[1:]:

@@ -11,11 +11,15 @@ asks the rules; `result` reads the recordings.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,6 +44,7 @@ from probemon.monitor.companion import Companion
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.drift import DriftMonitor
+from probemon.monitor.drift_requests import RunRequests
 from probemon.monitor.escalation import check_judges
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.followers import Follower, Followers
@@ -59,6 +64,8 @@ from probemon.tracking.stopped_rows import StoppedRows
 from probemon.tracking.token_source import TokenSource
 from probemon.tracking.watched_threads import WatchedThreads
 from probemon.tracking.watcher import Watcher
+
+LOG = logging.getLogger("probemon")
 
 
 class MonitorRun:
@@ -122,18 +129,20 @@ class MonitorRun:
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
         self.gaps: deque[Gap] = deque(maxlen=MAX_KEPT)
         self.routing: Any = None  # the companion: what else is recorded of the same forwards
-        self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
+        self._raise_failures, self._keep_tokens = callback_errors == "raise", keep_tokens
         self._failures, self._entered = Failures(), False
         self._followers = Followers(self._failures)
         self._watches = Watches(manager)
-        self._publisher = Publisher(
+        # The hooks on the host hold what is below, and nothing of it this run: one that is dropped is taken off.
+        parts = _Parts()
+        publisher = self._publisher = Publisher(
             manager.pack,
             tokenizer,
             self._watches,
             self._failures,
             self._followers,
-            lambda: self._watcher.recordings,
-            lambda *entries: None if self.routing is None else self.routing.reads(*entries),
+            lambda: parts.watcher.recordings,
+            lambda *entries: None if parts.routing is None else parts.routing.reads(*entries),
             keep_tokens,
         )
         self._requests = None if drift is None else drift.requests(manager, model, tokenizer, self._failures.call)
@@ -153,17 +162,17 @@ class MonitorRun:
             score = self._requests.beside(score)
         on_end: Callable[[Recording], None] | None = None
         if companion is not None:
-            self.routing = companion(model, self._failures.call)
+            self.routing = parts.routing = companion(model, self._failures.call)
             sites, score, on_end = [*sites, *self.routing.sites], self.routing.beside(score), self.routing.ended
-        self._watcher = source(
+        self._watcher = parts.watcher = source(
             model,
             sites,
             manager.pack.n_probes,
             score,
             check=self._publisher.check_call,
-            on_gap=None if on_gap == "raise" else self._keep_gap,
+            on_gap=partial(_keep_gap, self.gaps, self._failures, on_gap) if callable(on_gap) else None,
             on_end=on_end,
-            acts=lambda: self._publisher.acts,
+            acts=lambda: publisher.acts,
             observer=self._followers,
             one_thread=self._one_thread,
         )
@@ -171,6 +180,8 @@ class MonitorRun:
         if isinstance(self._watcher, Watcher):  # what was compared above; an engine of its own has no marks
             self._publisher.newest_mark = self._watcher.host_mark()
         self._stack = ExitStack()
+        self._parts = parts
+        self._dropped: weakref.finalize[Any, Any] | None = None
 
     def __repr__(self) -> str:
         config, n_rules, n_recordings = (
@@ -492,11 +503,16 @@ class MonitorRun:
                 self.deployment.begin(self)
             self._stack = stack.pop_all()
         self._entered = True
+        closing = _Closing(type(self.model).__name__, self._watcher, self._stack, self._publisher, self._requests)
+        self._dropped = weakref.finalize(self, closing.close, self._parts)
+        self._dropped.atexit = False
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._dropped is not None:
+            self._dropped.detach()
         n_generating, publisher, failures = self._watcher.n_generating, self._publisher, self._failures
         self._stack.close()
         if error is None and n_generating and publisher.acts:
@@ -535,7 +551,48 @@ class MonitorRun:
         """Whose forwards are watched: those of every thread, where an engine of its own says what it ran."""
         return self._watcher.threads if isinstance(self._watcher, Watcher) else WatchedThreads(one_thread=False)
 
-    def _keep_gap(self, gap: Gap) -> None:
-        self.gaps.append(gap)
-        assert callable(self._on_gap)
-        self._failures.call("on_gap", self._on_gap, gap)
+
+class _Parts:
+    """Where the tokens of a run come from, and what records the same forwards: known only once the rest is made."""
+
+    watcher: TokenSource
+    routing: Any = None
+
+
+@dataclass(frozen=True)
+class _Closing:
+    """Closes a run that was entered and dropped: whoever held it let go of it without the end of its block."""
+
+    model: str
+    watcher: TokenSource
+    stack: ExitStack
+    publisher: Publisher
+    requests: RunRequests | None
+
+    def close(self, parts: _Parts) -> None:
+        """Take the hooks off the model at once, and close the rest in a thread of its own: this is called wherever
+        Python finds the run unused, also where a lock is held that the rest needs.
+        """
+        n_generating = self.watcher.n_generating
+        LOG.warning(
+            "a run on %s was entered, and dropped without being closed: it is taken off now%s. Use `with"
+            " manager.attach(...) as run`, or keep the run and call its __exit__",
+            self.model,
+            f", and {counted(n_generating, 'generation')} under way is not watched any more" if n_generating else "",
+        )
+        if isinstance(self.watcher, Watcher):
+            self.watcher.__exit__(None, None, None)
+        threading.Thread(target=self._close_rest, args=(parts,), name="probemon closes a dropped run").start()
+
+    def _close_rest(self, parts: _Parts) -> None:
+        self.stack.close()
+        self.publisher.close(failed=True)
+        if self.requests is not None:
+            self.requests.close()
+        if parts.routing is not None:
+            parts.routing.close()
+
+
+def _keep_gap(gaps: deque[Gap], failures: Failures, on_gap: Callable[[Gap], object], gap: Gap) -> None:
+    gaps.append(gap)
+    failures.call("on_gap", on_gap, gap)

@@ -50,7 +50,9 @@ from probemon.tracking.watched_threads import WatchedThreads
 LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
 _OPEN: weakref.WeakSet[Watcher] = weakref.WeakSet()  # those that watch now
-_ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one number would replace each other
+# torch numbers hooks without one: two of one number would replace each other. A run that was dropped is taken off
+# wherever Python collects it, also in a thread that is attaching another one.
+_ATTACHING = threading.RLock()
 
 
 class Watcher:
@@ -200,6 +202,8 @@ class Watcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _ATTACHING:
+            if not self.open:  # it was dropped, and taken off before
+                return
             self._faults_at_end = self._hooks.faults()
             self._hooks.open = False
             _OPEN.discard(self)

@@ -1,10 +1,13 @@
 """A run: it changes nothing, leaves nothing, refuses the wrong host, and acts on what it sees."""
 
+import copy
+import gc
 import json
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from conftest import PAD, make_model, make_pack, n_hooks, not_in_oldest
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, UnknownConcept
+from probemon.monitor.breaker import Breaker
+from probemon.monitor.budget import Budget
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
@@ -66,6 +71,89 @@ def test_watching_changes_no_bit(pack, model, options):
     for other in (watched, again):
         assert torch.equal(bare.sequences, other.sequences)
         assert all(torch.equal(a, b) for a, b in zip(bare.logits, other.logits, strict=True))
+
+
+class Kept:
+    """A sink that keeps what it is sent."""
+
+    def __init__(self):
+        self.n_tokens, self.closed = 0, threading.Event()
+
+    def open(self, concepts):
+        pass
+
+    def write(self, batch):
+        self.n_tokens += len(batch)
+
+    def close(self):
+        self.closed.set()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"one_thread": True},
+        {"on_gap": print},
+        {"budget": Budget(ms=1e3)},
+        {"breaker": Breaker()},
+        {"keep_tokens": 9},
+    ],
+)
+def test_nothing_is_left_of_a_run_that_is_entered_and_dropped(manager, options, caplog):
+    """With rules, a sink and a generation behind it; the sink has all that was sent to it."""
+    model, sink = make_model(), Kept()
+    run = manager.attach(model, **options)
+    run.on("c5", above=0.9999999, action=print)
+    run.__enter__()
+    run.add_sink(sink)
+    out = model.generate(PROMPT, max_new_tokens=3, **NO_EOS)
+    assert run.result(out).coverage.totals() and n_hooks(model) and shadowed(model)
+    del run
+    gc.collect()
+    assert n_hooks(model) == 0 and shadowed(model) == []
+    assert sink.closed.wait(30) and sink.n_tokens == 7
+    [said] = [record.getMessage() for record in caplog.records if record.name == "probemon"]
+    assert said.startswith("a run on LlamaForCausalLM was entered, and dropped without being closed")
+    assert torch.equal(copy.deepcopy(model).generate(PROMPT, max_new_tokens=3, **NO_EOS), out)
+    with manager.attach(model) as again:
+        assert again.result(model.generate(PROMPT, max_new_tokens=3, **NO_EOS)).coverage.totals()
+
+
+def test_run_that_is_dropped_while_another_thread_generates_ends_as_one_that_is_closed(manager, caplog):
+    model, inside, dropped = make_model(), threading.Event(), threading.Event()
+
+    class Waits(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            inside.set()
+            dropped.wait(30)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    run = manager.attach(model).__enter__()
+    with ThreadPoolExecutor(1) as pool:
+        waits = StoppingCriteriaList([Waits()])
+        out = pool.submit(model.generate, PROMPT, max_new_tokens=4, do_sample=False, stopping_criteria=waits, **NO_EOS)
+        assert inside.wait(30)
+        del run
+        gc.collect()
+        dropped.set()
+        assert n_hooks(model) == 0 and torch.equal(
+            out.result(), model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
+        )
+    assert "1 generation under way is not watched any more" in caplog.text
+
+
+def test_run_that_something_holds_is_not_taken_off(manager):
+    model = make_model()
+    with ExitStack() as stack:
+        stack.enter_context(manager.attach(model))
+        gc.collect()
+        assert n_hooks(model) > 0
+    exit_ = manager.attach(model).__enter__().__exit__
+    gc.collect()
+    assert n_hooks(model) > 0
+    exit_(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert n_hooks(model) == 0
 
 
 def test_nothing_is_left_after_a_normal_exit(manager, model):

@@ -138,6 +138,23 @@ class BemFileError(BemError, ValueError):
     """A folder is not a saved adapter, or a file of it is missing, truncated or edited."""
 
 
+class ChatRefused(ProbemonError, ValueError):
+    """A chat cannot be given to a model as it was said: `.at` is the number of the message (None: not of one alone),
+    `.part` what of it.
+    """
+
+    def __init__(self, message: str, at: int | None = None, part: str = "") -> None:
+        super().__init__(message)
+        self.at, self.part = at, part
+
+    @property
+    def param(self) -> str:
+        """The parameter at fault, by OpenAI's names."""
+        if self.at is None:
+            return self.part or "messages"
+        return f"messages[{self.at}]" + (f".{self.part}" if self.part not in ("", "content") else "")
+
+
 class RequestRefused(ProbemonError, ValueError):
     """A request to the server is not answered: `.status` of HTTP, the `.param` at fault, if one is, and a `.code`."""
 

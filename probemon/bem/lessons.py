@@ -9,7 +9,8 @@ A row is one of these; other fields of it are left alone:
 - `{"text": "..."}`: every token counts.
 - `{"prompt": "...", "answer": "..."}`: the tokens of the answer count. Where the host has a chat template, both are
   turns of a chat.
-- `{"messages": [...]}`: a chat, in the host's template; the turns of the assistant count.
+- `{"messages": [...]}`: a chat of OpenAI's form (with `tools`, where it has some), in the host's template, which is
+  told a stated day; the turns of the assistant count.
 
 A chat's tokens are those of its whole text, as the template itself gives them; one with characters of an answer and of
 what is around it counts. Without a template the tokens of the prompt are those of the prompt alone, since the host will
@@ -28,8 +29,12 @@ import torch
 
 from probemon.bem.losses import Batch
 from probemon.core.counted import counted
-from probemon.errors import ConfigError
-from probemon.host.chat_template import left_out, writer
+from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_dates import CHAT_DATE
+from probemon.host.chat_forms import check_said, normalised
+from probemon.host.chat_template import render
+from probemon.host.text_tokens import counted as counted_tokens
+from probemon.host.text_tokens import ids_of
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,12 @@ def check_row(row: Mapping[str, Any], where: str) -> str:
     if len(kinds) > 1:
         raise ConfigError(f"{where} has {kinds[0]!r} and {kinds[1]!r}: give one of them, the other would be left out")
     if "messages" in row:
-        turns = row["messages"]
-        fine = isinstance(turns, list) and all(
-            isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-            for turn in turns
-        )
-        if not fine or not any(turn["role"] == "assistant" for turn in turns):
-            raise ConfigError(
-                f"{where}: messages are no chat with a turn of the assistant: give a list of objects with a role and"
-                " content"
-            )
+        try:
+            check_said(row["messages"], roles=None)
+        except ChatRefused as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if not any(turn["role"] == "assistant" for turn in row["messages"]):
+            raise ConfigError(f"{where}: messages have no turn of the assistant, which would be learned: add one")
         return "chat"
     names = ("prompt", "answer") if "prompt" in row or "answer" in row else ("text",)
     for name in names:
@@ -74,7 +75,7 @@ def check_row(row: Mapping[str, Any], where: str) -> str:
 def content_of(row: Mapping[str, Any]) -> str:
     """Return all that a row says, by which rows that are nearly the same are found."""
     if "messages" in row:
-        return "\n".join(turn["content"] for turn in row["messages"])
+        return "\n".join(turn["content"] for turn in normalised(row["messages"]))
     return "\n".join(row[name] for name in ("prompt", "answer", "text") if name in row)
 
 
@@ -89,7 +90,7 @@ def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens:
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["answer"]},
         ]
-        ids, counted = _chat(_parts_of_chat(turns, where, tokenizer), where, tokenizer)
+        ids, counted = _chat(_parts_of_chat(turns, row.get("tools"), where, tokenizer), where, tokenizer)
     else:
         ids, counted = _answered(row["prompt"], row["answer"] + (tokenizer.eos_token or ""), tokenizer)
     lesson = Lesson(where, tuple(ids[:most_tokens]), tuple(counted[:most_tokens]))
@@ -103,7 +104,7 @@ def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens:
 
 def _ids(tokenizer: Any, text: str, *, begins: bool = True) -> list[int]:
     """The tokens of a text; one that `begins` a row has the special tokens that the tokenizer adds."""
-    return list(tokenizer(text, add_special_tokens=begins)["input_ids"])
+    return ids_of(tokenizer, text) if begins else list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _answered(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], list[bool]]:
@@ -116,43 +117,38 @@ def _answered(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], list
 
 def _chat(parts: Sequence[tuple[str, bool]], where: str, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """The tokens of a chat, as of its whole text, and which count: those with a character of a part that does."""
-    text, fast = "".join(said for said, _ in parts), bool(getattr(tokenizer, "is_fast", False))
-    # A chat template writes every special token itself.
-    encoded = tokenizer(text, add_special_tokens=False, **({"return_offsets_mapping": True} if fast else {}))
-    ids = list(encoded["input_ids"])
-    if not fast:
-        of_parts = [(_ids(tokenizer, said, begins=False), counts) for said, counts in parts]
-        if [i for own, _ in of_parts for i in own] != ids:
-            raise ConfigError(
-                f"{where}: which tokens are the assistant's is unknown, since {type(tokenizer).__name__} does not say"
-                " where each stands in the text: take a fast tokenizer (use_fast=True)"
-            )
-        return ids, [counts for own, counts in of_parts for _ in own]
-    start, end = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    # Of a token of spaces alone many tokenizers say no more than where it ends.
-    before = np.concatenate([[0], np.maximum.accumulate(end)])[:-1]
-    start = np.where(start < end, start, np.minimum(start, before))
-    counted, at = np.zeros(len(ids), dtype=bool), 0
+    text, ranges, at = "".join(said for said, _ in parts), list[tuple[int, int]](), 0
     for said, counts in parts:
         if counts:
-            counted |= (start < at + len(said)) & (end > at)
+            ranges.append((at, at + len(said)))
         at += len(said)
-    return ids, counted.tolist()
+    ids = _ids(tokenizer, text, begins=False)  # a chat template writes every special token itself
+    try:
+        return ids, counted_tokens(tokenizer, text, ids, ranges).tolist()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: which tokens are the assistant's is unknown: {error}") from None
 
 
-def _parts_of_chat(turns: Sequence[Mapping[str, str]], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
+def _parts_of_chat(
+    turns: Sequence[Mapping[str, Any]], tools: Any, where: str, tokenizer: Any
+) -> list[tuple[str, bool]]:
     """A chat as the template writes it, in parts that count or do not: those of the assistant do."""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"{where} is a chat, and the host has no chat template: give 'prompt' and 'answer', or 'text'"
         )
+    last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
+    try:
+        chat = render(tokenizer, turns[: last + 1], tools=tools, date=CHAT_DATE)
+    except ChatRefused as error:
+        raise ConfigError(f"{where}: {error}") from error
     parts, done = list[tuple[str, bool]](), ""
-    for i, turn in enumerate(turns):
+    for i, turn in enumerate(chat.said):
         if turn["role"] != "assistant":
             continue
         for n, prompting, counts in ((i, True, False), (i + 1, False, True)):
             try:
-                text = tokenizer.apply_chat_template(list(turns[:n]), tokenize=False, add_generation_prompt=prompting)
+                text = chat.written(chat.said[:n], add_generation_prompt=prompting)
             except Exception as error:  # a template is a program of the model's own
                 raise ConfigError(f"{where}: the host's chat template does not take these turns ({error})") from error
             if not text.startswith(done):
@@ -162,13 +158,6 @@ def _parts_of_chat(turns: Sequence[Mapping[str, str]], where: str, tokenizer: An
                 )
             parts.append((text[len(done) :], counts))
             done = text
-    last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
-    read = list(turns[: last + 1])
-    if lost := left_out(writer(tokenizer), read):
-        raise ConfigError(
-            f"{where}: the host's chat template leaves out turn {lost[0] + 1}, with the role {read[lost[0]]['role']!r}:"
-            " nothing would be learned of it"
-        )
     return parts
 
 

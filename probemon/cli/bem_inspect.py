@@ -15,6 +15,7 @@ from probemon.cli.common import load_aloud, use_threads
 from probemon.cli.options import AsJson, Device, Dtype, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
+from probemon.host.text_tokens import ids_of
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -99,8 +100,7 @@ def codes_of(host: Any, tokenizer: Any, adapter: Any, text: str) -> list[dict[st
     from probemon.bem.config import LEVELS
     from probemon.bem.losses import codes_taken, recorded_codes
 
-    encoded = tokenizer(text, return_tensors="pt")
-    ids = encoded["input_ids"].to(host.device)
+    ids = torch.tensor([ids_of(tokenizer, text)], device=host.device)
     with attach_bem(host, adapter) as bem, recorded_codes(bem) as recorded, torch.no_grad():
         host(ids, use_cache=False)
     codes = recorded[-1]

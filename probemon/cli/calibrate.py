@@ -201,6 +201,7 @@ def calibrate(
         drift=ordinary.counts if ordinary.requests else None,
         host=host_identity(host, tokenizer),
         stated=stated_host(host, name),
+        chat_date=ordinary.chat_date or (None if present is None else present.chat_date),
     )
     if as_json:
         stated = {

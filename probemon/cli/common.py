@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probemon.cli.terminal import say, terminal
-from probemon.errors import ConfigError
-from probemon.host.chat_template import left_out, writer
+from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_template import render
 from probemon.host.loading import check_is_no_pack, load_model, slow_number
 from probemon.offline.windows import Window
 
@@ -49,11 +49,11 @@ def chat_messages(tokenizer: Any, prompt: str, system: str | None = None) -> Any
         raise ConfigError("this model has no chat template, so there is no place for --system: put it into --prompt")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
     try:
-        lost = left_out(writer(tokenizer), messages)
-    except Exception as error:  # a template is a program of the model's own
-        raise ConfigError(f"the model's chat template takes no --system ({error}): put it into --prompt") from error
-    if lost == (0, "content"):
-        raise ConfigError("the model's chat template leaves --system out: put it into --prompt")
+        render(tokenizer, messages, add_generation_prompt=True)
+    except ChatRefused as error:
+        if error.at == 0:
+            raise ConfigError(f"the model takes no --system ({error}): put it into --prompt") from error
+        raise ConfigError(str(error)) from error
     return messages
 
 

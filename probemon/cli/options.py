@@ -91,6 +91,12 @@ DeploymentFile = Annotated[
 ]
 
 Device = Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")]
+ChatDate = Annotated[
+    str,
+    typer.Option(
+        help="The day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date."
+    ),
+]
 Threads = Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")]
 Dtype = Annotated[
     str, typer.Option(help="Number format of the model: bfloat16, float32, float16 or auto (that of its files).")

@@ -51,6 +51,11 @@ class ScoredDocuments:
         return len(self.documents) - len({document.text for document in self.documents})
 
     @property
+    def chat_date(self) -> str | None:
+        """The day that chats among the documents say it is, None where none says one."""
+        return next((document.chat_date for document in self.documents if document.chat_date), None)
+
+    @property
     def n_unseen(self) -> int:
         """Documents without a token that was seen, which are in no rate."""
         return sum(not len(scores) for scores in self.scores)

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
-from probemon.cli.options import AsJson, Device, Dtype, Model, TextField, Threads
+from probemon.cli.options import AsJson, ChatDate, Device, Dtype, Model, TextField, Threads
 from probemon.cli.terminal import answer, say
 from probemon.core.counted import counted
 from probemon.errors import ConfigError
+from probemon.host.chat_dates import CHAT_DATE, parse_date
 
 
 def states(
@@ -52,6 +53,7 @@ def states(
     ] = False,
     text_field: TextField = "text",
     seed: Annotated[int, typer.Option(help="Draws the same tokens as any run with this number.")] = 0,
+    chat_date: ChatDate = CHAT_DATE,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -68,6 +70,7 @@ def states(
     if not chosen:
         raise ConfigError("--sites is empty: give one, such as resid_post.15")
     most_bytes = bytes_of(budget) or None
+    parse_date(chat_date)
     use_threads(threads)
     # What is wrong with the texts shows before the model is loaded.
     read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
@@ -84,6 +87,7 @@ def states(
             text_field=text_field,
             budget=most_bytes,
             seed=seed,
+            chat_date=chat_date,
             progress=bar.update,
         )
     widths = {site: kind.width for site, kind in found.store.kinds.items()}

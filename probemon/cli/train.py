@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
-from probemon.cli.options import AsJson, Device, Dtype, Model, OverwritePack, TextField, Threads
+from probemon.cli.options import AsJson, ChatDate, Device, Dtype, Model, OverwritePack, TextField, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.core.counted import counted
+from probemon.host.chat_dates import CHAT_DATE
 
 if TYPE_CHECKING:
     from probemon.training import Trained
@@ -116,6 +117,7 @@ def train(
     ] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Size of the hidden states on disk, in GB.")] = 4.0,
     seed: Annotated[int, typer.Option(help="The same examples, versions and seed give the same pack.")] = 0,
+    chat_date: ChatDate = CHAT_DATE,
     name: Annotated[str, typer.Option(help="Name of the pack; else that of its folder.")] = "",
     licence: Annotated[str, typer.Option(help="Licence of the pack, for its manifest.")] = "unstated",
     report: Annotated[
@@ -152,6 +154,7 @@ def train(
         states=states,
         budget=bytes_of(budget),
         seed=seed,
+        chat_date=chat_date,
     )
     use_threads(threads)
     # What is wrong with the examples, or with the target, shows before the model is loaded.

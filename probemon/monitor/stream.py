@@ -25,14 +25,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from probemon.core.aggregate import Doubles
 from probemon.core.checks import check_count, check_mappings
 from probemon.core.memory_reads import MemoryReads, Reading, with_texts
 from probemon.core.scores import GENERATED, PHASES, Coverage, Gap, Scores
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError
-from probemon.host.chat_template import left_out, writer
+from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_template import render
+from probemon.host.text_tokens import ids_of
 from probemon.monitor.companion import Companion
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.failures import Guard
@@ -87,33 +89,31 @@ class TokenEvent:
         return {"position": self.position, "token_id": self.token_id, "token": self.token}
 
 
-def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is. Raises
     `ConfigError`.
     """
     if isinstance(messages, str):
-        return dict(tokenizer(messages, return_tensors="pt"))
-    check_mappings("messages", messages)
-    if lost := left_out(writer(tokenizer), messages):
-        at, part = lost
-        raise ConfigError(
-            f"the chat template leaves out {part} of messages[{at}], with the role {messages[at].get('role')!r}: the"
-            " model would never read it"
-        )
-    return dict(
-        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    )
+        ids = ids_of(tokenizer, messages)
+    else:
+        check_mappings("messages", messages)
+        try:
+            ids = render(tokenizer, messages, add_generation_prompt=True).ids
+        except ChatRefused as error:
+            raise ConfigError(str(error)) from error
+    input_ids = torch.tensor([ids], dtype=torch.int64)
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
 
 def stream(
-    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], **options: Any
+    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
 ) -> Iterator[TokenEvent]:
     """Yield the events of one sequence; `options`: see `manager.stream`. Raises what `model.generate` raises."""
     return _events(_Generating(manager, model, tokenizer, messages, **options))
 
 
 def stream_async(
-    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], **options: Any
+    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
 ) -> AsyncIterator[TokenEvent]:
     """Yield the same for `async for`, without blocking the event loop; `aclose()`, or a cancelled wait, closes it."""
     return _async_events(_Generating(manager, model, tokenizer, messages, **options))
@@ -149,7 +149,7 @@ class _Generating:
         manager: Scorer,
         model: Any,
         tokenizer: Any,
-        messages: str | Sequence[Mapping[str, str]],
+        messages: str | Sequence[Mapping[str, Any]],
         *,
         include_prompt: bool = False,
         strict: bool = False,

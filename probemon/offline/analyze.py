@@ -69,7 +69,8 @@ def analyze(
 ) -> Analysis:
     """Score every token of `documents` and write what is above the floor to the folder `out`.
 
-    - `documents`, `text_field`, `id_field`, `max_chars`: as in `probemon.offline.documents`.
+    - `documents`, `text_field`, `id_field`, `max_chars`: as in `probemon.offline.documents`; rows of chats are rendered
+      by the model's chat template.
     - `resume`: go on with what is there, which has to be of the same documents and settings.
     - `floor`: a score, or "fired" for each concept's alert threshold.
     - `keep_text`: whether texts and tokens are written.
@@ -183,6 +184,10 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
         },
         "tokenizer": tokenizer_fingerprint(scorer.reader.tokenizer),
         "around": scorer.reader.around(),
+        # What chats are rendered by. Digests of shards are of the chats themselves, which no template has written yet.
+        "chat_template": hashlib.sha256(
+            str(getattr(scorer.reader.tokenizer, "chat_template", "")).encode()
+        ).hexdigest()[:32],
         "cascade": (
             dataclasses.asdict(config)
             if isinstance(config, CascadeConfig)
@@ -365,7 +370,7 @@ class Tables:
             "document": self._index(scored),
             "doc_id": [d.id for d in documents],
             "reason": [d.reason for d in documents],
-            "n_chars": [len(d.text) for d in scored.shard.documents],
+            "n_chars": [len(d.text) for d in documents],
             "n_tokens": n_tokens,
             "n_unseen": n_unseen.astype(np.int64),
             "n_rows": n_rows,

@@ -43,6 +43,7 @@ def write_calibrated(
     drift: Callable[[Floats], RequestCounts] | None = None,
     host: Mapping[str, str] | None = None,
     stated: Mapping[str, Any] | None = None,
+    chat_date: str | None = None,
 ) -> ProbePack:
     """Write a new version of a pack and open it; the pack itself stays as it is.
 
@@ -119,6 +120,8 @@ def write_calibrated(
         reference = DriftReference(ids, every, tuple(pack.sites), counts, host or {}, {}, sets["alert_set"])
     provenance = dict(source.get("provenance") or {})
     provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
+    if chat_date is not None:
+        provenance.setdefault("chat_date", chat_date)
     with PackWriter(
         path,
         name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,13 @@ from probemon.core.inputs import norms_of
 from probemon.core.scores import Scores
 from probemon.engine.audit import sample
 from probemon.engine.scorer import Scorer
+from probemon.errors import ConfigError
+from probemon.host.chat_dates import CHAT_DATE, may_read_date
 from probemon.host.compatibility import check_host
 from probemon.offline.documents import Document
 from probemon.offline.state_reader import ShardPlan, StateReader
 from probemon.offline.windows import Piece, Reading, Shard, Tokens, shards
+from probemon.packs.group import AnyPack, stated_chat_dates
 from probemon.packs.manifest import SO_FAR
 
 _IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
@@ -113,6 +116,8 @@ class CorpusScorer:
         floor: float | None = None,
     ) -> None:
         so_far = manager.pack.scope == SO_FAR
+        if reading.chat_date is None:
+            reading = replace(reading, chat_date=_chat_date(manager.pack, tokenizer))
         self.reader = StateReader(model, tokenizer, manager.pack.sites, reading, so_far=so_far)
         check_host(manager.pack, self.reader.host, strict=strict)
         deployment: Any = getattr(manager, "deployment", None)  # what it states of the host holds here, too
@@ -191,6 +196,21 @@ class CorpusScorer:
             if exhaustive:
                 full = self.manager.score_all(states), norms_of(states, self.manager.pack.sites).cpu()
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), full))
+
+
+def _chat_date(pack: AnyPack, tokenizer: Any) -> str | None:
+    """Return the day that chats are rendered with, None where the tokenizer's template reads none. Raises `ConfigError`
+    where packs state different ones.
+    """
+    if not may_read_date(str(getattr(tokenizer, "chat_template", None))):
+        return None
+    dates = stated_chat_dates(pack)
+    if len(dates) > 1:
+        raise ConfigError(
+            f"the packs were made of chats of different days, {' and '.join(dates)}: say by which day chats are to be"
+            " rendered, Reading(chat_date=...)"
+        )
+    return dates[0] if dates else CHAT_DATE
 
 
 def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:

@@ -211,7 +211,8 @@ def _spool_of(out: Path) -> Iterator[None]:
 
 def _spool(out: Path, shard: Shard) -> None:
     (out / _SPOOL).mkdir(exist_ok=True)
-    rows = [{"index": d.index, "id": d.id, "text": d.text, "reason": d.reason} for d in shard.documents]
+    kept = ("index", "id", "text", "reason", "chat")
+    rows = [{name: getattr(document, name) for name in kept} for document in shard.documents]
     target = out / _SPOOL / f"{shard.index:05d}.json"
     partial = target.with_name(f".{target.name}")
     partial.write_text(json.dumps(rows), encoding="utf-8")

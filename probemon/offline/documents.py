@@ -13,16 +13,19 @@
 - `-`: standard input, JSON lines if the first character is `{`, else text
 - names that end in `.gz`: decompressed, to at most 200 times their size (or 64 MiB); so are row groups of parquet files
 - an iterable: of texts, or of dicts with the fields by name, such as a Hugging Face dataset
+- a row may have `messages` in OpenAI's form (and `tools`) in place of a text: a chat, which is rendered by the model's
+  chat template when it is read for a model (`Document.rendered`). One with both is a bad document
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +33,9 @@ from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
 from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import loads
-from probemon.errors import ConfigError
+from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_forms import check_said
+from probemon.host.chat_template import render
 
 MAX_CHARS = 2_000_000
 # What compressed files may become: texts are some ten times as long, a bomb a thousand times.
@@ -81,6 +86,8 @@ class Document:
     - `index`: its place in the input, from 0.
     - `reason`: "" or why it cannot be scored.
     - `fields`: what else its row had.
+    - `chat`: of a chat its messages and tools as JSON; `text` is then "" until it is rendered for a model.
+    - `chat_date`: the day that the rendered text says it is; "" where it says none.
     """
 
     index: int
@@ -88,17 +95,33 @@ class Document:
     text: str
     reason: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    chat: str = field(default="", repr=False)
+    chat_date: str = ""
+
+    @property
+    def said(self) -> str:
+        """What its row says: its text, or its chat as JSON."""
+        return self.chat or self.text
+
+    def rendered(self, tokenizer: Any, date: str) -> Document:
+        """Return a chat with its text in the tokenizer's template, which is told the `date`. Raises `ChatRefused`."""
+        row = json.loads(self.chat)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ChatRefused("it is a chat, and this model's tokenizer has no chat template: give texts")
+        chat = render(tokenizer, row["messages"], tools=row["tools"], date=date)
+        return replace(self, text=chat.text, chat_date=date if chat.reads_date else "")
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What a row holds: a text or a reason, and an id if it states one."""
+    """What a row holds: a text, a chat or a reason, and an id if it states one."""
 
     where: str
     text: Any = None
     id: Any = None
     reason: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    chat: str = ""
 
 
 def read_documents(
@@ -138,7 +161,7 @@ def count_documents(source: Source) -> int | None:
 
 
 def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Document:
-    text, reason = row.text, row.reason
+    text, reason = row.chat or row.text, row.reason
     if not reason and not isinstance(text, str):
         reason = f"no field {text_field!r}" if text is None else f"{text_field!r} is {type(text).__name__}, not a text"
     if not reason and not text:
@@ -152,7 +175,9 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
     except Exception as error:  # an object of the user's, or a number too long to write
         name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
     name = name if _encodable(name) else name.encode("utf-8", "backslashreplace").decode()
-    return Document(index, name, "" if reason else text, reason, row.fields)
+    if reason or row.chat:
+        return Document(index, name, "", reason, row.fields, "" if reason else row.chat)
+    return Document(index, name, text, reason, row.fields)
 
 
 def _encodable(text: str) -> bool:
@@ -170,8 +195,35 @@ def _of_item(item: Any, where: str, fields: tuple[str, str]) -> _Row:
         return _Row(where, item)
     if not isinstance(item, Mapping):
         return _Row(where, reason=f"neither a text nor an object: {type(item).__name__}")
-    rest = {key: value for key, value in item.items() if key not in fields}
-    return _Row(where, item.get(fields[0]), item.get(fields[1]), fields=rest)
+    chat, reason = _chat(item, fields[0])
+    left_out = (*fields, "messages", "tools") if chat else fields
+    rest = {key: value for key, value in item.items() if key not in left_out}
+    return _Row(where, item.get(fields[0]), item.get(fields[1]), reason, rest, chat)
+
+
+def _chat(item: Mapping[str, Any], text_field: str) -> tuple[str, str]:
+    """Return the chat of a row as JSON, or the reason why it is none; two empty texts for a row of a text."""
+    messages, tools = (_listed(item.get(name)) for name in ("messages", "tools"))
+    if not isinstance(messages, list):
+        return "", ""
+    if text_field != "messages" and item.get(text_field) is not None:
+        return "", f"it has 'messages' and {text_field!r}, of which one would be left out: give one of them"
+    try:
+        check_said(messages)
+        if tools is not None and not isinstance(tools, list):
+            raise ChatRefused(f"'tools' is {type(tools).__name__}: give a list of objects")
+        if not any(message.get("content") or message.get("tool_calls") for message in messages):
+            return "", "empty"
+        return json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False), ""
+    except ChatRefused as error:
+        return "", str(error)
+    except (TypeError, ValueError, RecursionError) as error:
+        return "", f"its messages cannot be written as JSON ({error})"
+
+
+def _listed(value: Any) -> Any:
+    """A list of whoever keeps lists in arrays, as a list; what else there is as it is."""
+    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
 
 
 def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
@@ -393,13 +445,13 @@ def _parquet_file(path: Path) -> Any:
 
 def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
     names = _parquet_file(path).schema_arrow.names
-    if fields[0] not in names:
+    if fields[0] not in names and "messages" not in names:
         raise ConfigError(
             f"{path} has no column {fields[0]!r}, it has {', '.join(names)}: name the column of the texts"
         )
     if fields[1] != "id" and fields[1] not in names:
         raise ConfigError(f"{path} has no column {fields[1]!r}, it has {', '.join(names)}: name the column of the ids")
-    return [name for name in names if name in (*fields, "concepts")]
+    return [name for name in names if name in (*fields, "messages", "tools", "concepts")]
 
 
 def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:

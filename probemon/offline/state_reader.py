@@ -4,7 +4,8 @@
     for document, tokens, states in reader.states(shards(read_documents("mails.jsonl"))):
         states["resid_post.15"]                     # [T, D], on the host's device and in its dtype
 
-Texts become tokens, windows and batches as `probemon.offline.windows` has it. A forward ends after the last site.
+Chats become texts by the model's chat template; texts become tokens, windows and batches as `probemon.offline.windows`
+has it. A forward ends after the last site.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints
-from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
+from probemon.errors import AlignmentError, ChatRefused, ConfigError, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import needs_its_wrapper, rehearsal
+from probemon.host.chat_dates import CHAT_DATE
 from probemon.host.internals import has_accelerate_hook
 from probemon.host.model import (
     compiled_parts,
@@ -143,7 +145,8 @@ class StateReader:
         """Tokenise a shard, and plan its batches."""
         documents, tokens, pieces = list(shard.documents), [], []
         for place, document in enumerate(documents):
-            encoded, reason = (None, document.reason) if document.reason else self._tokens(document.text)
+            document, encoded, reason = self._read(document)
+            documents[place] = document
             windows = [] if encoded is None else cut(encoded, place, self.window)
             if len(windows) > 1 and self._so_far:
                 reason = (
@@ -152,7 +155,7 @@ class StateReader:
                 )
                 encoded, windows = None, []
             if reason:
-                documents[place] = Document(document.index, document.id, document.text, reason, document.fields)
+                documents[place] = replace(document, reason=reason)
             tokens.append(encoded)
             pieces += windows
         grouped = batches(
@@ -166,8 +169,10 @@ class StateReader:
             sum(len(encoded) for encoded in tokens if encoded is not None),
         )
 
-    def _encoded(self, text: str) -> Tokens:
+    def _encoded(self, text: str, *, is_chat: bool = False) -> Tokens:
         reading = self.reading
+        if is_chat:  # a template writes every special token itself
+            return encode(self.tokenizer, text, special_tokens="none", parse_special=True)
         return encode(
             self.tokenizer,
             text,
@@ -176,12 +181,19 @@ class StateReader:
             after=self._looks_ahead,
         )
 
-    def _tokens(self, text: str) -> tuple[Tokens | None, str]:
+    def _read(self, document: Document) -> tuple[Document, Tokens | None, str]:
+        """Return a document, a chat with its text, its tokens, and the reason where there are none."""
+        if document.reason:
+            return document, None, document.reason
         try:
-            encoded = self._encoded(text)
+            if document.chat:
+                document = document.rendered(self.tokenizer, self.reading.chat_date or CHAT_DATE)
+            encoded = self._encoded(document.text, is_chat=bool(document.chat))
+        except ChatRefused as error:
+            return document, None, str(error)
         except Exception as error:  # one text must not cost the others
-            return None, f"cannot be tokenised ({type(error).__name__}: {error})"
-        return (encoded, "") if len(encoded) else (None, "no tokens")
+            return document, None, f"cannot be tokenised ({type(error).__name__}: {error})"
+        return (document, encoded, "") if len(encoded) else (document, None, "no tokens")
 
     def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids and mask `[B, L]` of a batch, on the host's device, and which of `[B * L]` are scored in it."""

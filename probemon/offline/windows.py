@@ -23,6 +23,9 @@ import numpy as np
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
+from probemon.host.chat_dates import parse_date
+from probemon.host.text_tokens import begins_with
+from probemon.host.text_tokens import special_tokens as special_tokens_around
 from probemon.offline.documents import Document
 
 # A shard is held in memory at once, and lost when a run is killed; a large one makes batches of like length.
@@ -75,6 +78,8 @@ class Reading:
     - `batch_tokens`, `batch_rows`: of a batch at most, with padding.
     - `special_tokens`: which stand before a text, "bos", "tokenizer" or "none" (see `encode`).
     - `parse_special`: whether special tokens written in a text are such.
+    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date;
+      None for the one that the pack states.
     """
 
     window: Window | None = None
@@ -82,12 +87,15 @@ class Reading:
     batch_rows: int = 64
     special_tokens: str = "bos"
     parse_special: bool = False
+    chat_date: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "batch_rows"):
             object.__setattr__(self, name, check_count(name, getattr(self, name), least=1, remedy="give 1 or more"))
         if self.special_tokens not in SPECIAL:
             raise ConfigError(f"special_tokens is {self.special_tokens!r}: give one of {', '.join(SPECIAL)}")
+        if self.chat_date is not None:
+            parse_date(self.chat_date)
 
     def window_for(self, name: str, longest: int | None) -> Window:
         """Return the window for the host `name`, which takes `longest` tokens. Raises `ConfigError` if it is larger."""
@@ -116,7 +124,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """Documents that are analysed, written and resumed as one; `digest` hashes their ids, texts and reasons."""
+    """Documents that are analysed, written and resumed as one; `digest` hashes what their rows say, and reasons."""
 
     index: int
     documents: tuple[Document, ...]
@@ -125,7 +133,7 @@ class Shard:
     def digest(self) -> str:
         sha = hashlib.sha256()
         for document in self.documents:
-            for part in (str(document.index), document.id, document.text, document.reason):
+            for part in (str(document.index), document.id, document.said, document.reason):
                 data = part.encode("utf-8", "surrogatepass")
                 sha.update(f"{len(data)}:".encode())
                 sha.update(data)
@@ -138,7 +146,8 @@ def encode(
     """Tokenise a text.
 
     - `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it
-      adds none its beginning-of-sequence token, since a host's first state is hardly about its token; or "none".
+      adds none its beginning-of-sequence token, since a host's first state is hardly about its token; or "none". None
+      is put before a text whose own first tokens are the same: they are tokens of the text.
     - `parse_special`: the text's own "<|im_start|>" are special tokens, not characters.
     - `after`: with those that the tokenizer puts after it.
     """
@@ -153,7 +162,7 @@ def encode(
         verbose=False,
     )
     ids = np.asarray(encoding["input_ids"], dtype=np.int64)
-    before, behind = _special_tokens(tokenizer, text) if added else ((), ())
+    before, behind = special_tokens_around(tokenizer, text) if added else ((), ())
     inside = slice(len(before), len(ids) - len(behind))
     if fast:
         offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
@@ -163,28 +172,9 @@ def encode(
     bos = getattr(tokenizer, "bos_token_id", None)
     if special_tokens == "bos" and not before and bos is not None:
         before = (int(bos),)
+    if begins_with(ids[inside], before):  # a rendered chat, say, which has its own
+        before = ()
     return Tokens(ids[inside], start, end, before, behind if after else ())
-
-
-def _special_tokens(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the special tokens that a tokenizer puts before a text, and after it."""
-    # A tokenizer may leave out letters that it has not: the first sample that it keeps shows them.
-    for sample in ("a", "A", "0", ".", text):
-        bare, whole = (
-            [
-                int(i)
-                for i in tokenizer(sample, add_special_tokens=add, return_attention_mask=False, verbose=False)[
-                    "input_ids"
-                ]
-            ]
-            for add in (False, True)
-        )
-        at = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
-        if bare and len(at) == 1:
-            return tuple(whole[: at[0]]), tuple(whole[at[0] + len(bare) :])
-        if not whole:
-            return (), ()
-    raise ConfigError("which special tokens its tokenizer adds cannot be told: use special_tokens='none'")
 
 
 def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
@@ -228,10 +218,10 @@ def shards(documents: Iterable[Document]) -> Iterator[Shard]:
     """Group documents into shards: `SHARD_DOCUMENTS` each, or fewer if they have over `SHARD_CHARS` characters."""
     index, held, n_chars = 0, list[Document](), 0
     for document in documents:
-        if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.text) > SHARD_CHARS):
+        if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.said) > SHARD_CHARS):
             yield Shard(index, tuple(held))
             index, held, n_chars = index + 1, [], 0
         held.append(document)
-        n_chars += len(document.text)
+        n_chars += len(document.said)
     if held or not index:  # an input without documents is one shard of none
         yield Shard(index, tuple(held))

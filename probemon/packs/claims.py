@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import date
 from typing import Any
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a set of alert thresholds
@@ -65,6 +66,13 @@ def _whole(where: str, value: Any) -> None:
     _number(where, value)
     if not isinstance(value, int):
         raise _wrong(where, value, "a whole number")
+
+
+def _day(where: str, value: Any) -> None:
+    try:
+        date.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise _wrong(where, value, "a day as YYYY-MM-DD") from None
 
 
 def _anything(where: str, value: Any) -> None:
@@ -143,7 +151,7 @@ _HOST = _object(
     }
 )
 _QUALITY = _object({**_measures, **_overall, "per_level": _maybe(_each(_object(_measures))), "alerts": _alerts})
-_PROVENANCE = _object({"calibrations": _maybe(_all(_calibration))})
+_PROVENANCE = _object({"calibrations": _maybe(_all(_calibration)), "chat_date": _maybe(_day)})
 _DRIFT = _object(
     {"n_requests": _whole, "host": _each(_text), "alert_set": _maybe(_text)}, ["n_requests", "host", "alert_set"]
 )

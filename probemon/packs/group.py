@@ -199,6 +199,21 @@ class PackGroup:
 AnyPack = ProbePack | PackGroup
 
 
+def stated_chat_dates(pack: AnyPack) -> list[str]:
+    """Return the days, as YYYY-MM-DD, that the chats were rendered with of which packs were made: `chat_date` of their
+    provenance, or of that of their parents. Most packs state none.
+    """
+    members = pack.packs.values() if isinstance(pack, PackGroup) else [pack]
+    waiting, found = [member.manifest.get("provenance") or {} for member in members], set[str]()
+    while waiting:
+        provenance = waiting.pop()
+        if provenance.get("chat_date"):
+            found.add(provenance["chat_date"])
+        parents = provenance.get("parents") or []
+        waiting += [parent.get("provenance") or {} for parent in parents if isinstance(parent, dict)]
+    return sorted(found)
+
+
 PackOrName = ProbePack | str | os.PathLike[str]  # a pack, its folder, or its name on the hub
 Packs = PackOrName | PackGroup | Sequence[PackOrName] | Mapping[str, PackOrName]
 

@@ -19,8 +19,9 @@ import numpy as np
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.core.hierarchy import Mask
-from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
-from probemon.host.chat_template import Messages, left_out
+from probemon.errors import ArenaFull, ChatRefused, ConfigError, RequestRefused, UnknownConcept
+from probemon.host.chat_template import render
+from probemon.host.text_tokens import ids_of
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
 from probemon.monitor.budget import Ladder
@@ -143,45 +144,16 @@ class Served:
             raise RequestRefused(
                 f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
             )
-        messages = [dict(message) for message in request.messages]
-        tools = None if request.tools is None else list(request.tools)
-        ids = self._templated(messages, tools)
-        self._check_read(messages, tools)
-        return [ids]
-
-    def _templated(self, messages: list[dict[str, Any]], tools: list[Any] | None, *, as_text: bool = False) -> Any:
-        """Return a chat as the model reads it: ids, or the text of them."""
-        more: dict[str, Any] = {} if tools is None else {"tools": tools}
         try:
-            with self._encoding:
-                return self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False, tokenize=not as_text, **more
-                )
-        except Exception as error:  # a template is a program of the model's own, and may refuse what it is given
-            raise RequestRefused(
-                f"the chat template of {self.name} takes these messages not: {str(error)[:300]}", "messages"
-            ) from error
-
-    def _check_read(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Raise `RequestRefused` for what the template leaves out: the model would be asked another thing."""
-
-        def text(messages: Messages, tools: list[Any] | None = tools) -> str:
-            return str(self._templated([dict(message) for message in messages], tools, as_text=True))
-
-        what, param = "", ""
-        if tools and text(messages, None) == text(messages):
-            what = param = "tools"
-        elif lost := left_out(text, messages):
-            at, part = lost
-            what = f"a message with the role {messages[at]['role']!r}" if part == "content" else part
-            param = f"messages[{at}]" if part == "content" else f"messages[{at}].{part}"
-        if what:
-            raise RequestRefused(f"the chat template of {self.name} leaves {what} out: the model never reads it", param)
+            with self._encoding:  # today's date, where the template writes one: the model is asked now
+                return [render(self.tokenizer, request.messages, tools=request.tools, add_generation_prompt=True).ids]
+        except ChatRefused as error:
+            raise RequestRefused(f"{self.name}: {error}", error.param) from error
 
     def _ids_of(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, str):
             with self._encoding:
-                return list(self.tokenizer(prompt)["input_ids"])
+                return ids_of(self.tokenizer, prompt)
         if max(prompt) >= self.n_ids:
             raise RequestRefused(f"prompt has id {max(prompt)}: the model has {self.n_ids} tokens, from 0", "prompt")
         return prompt

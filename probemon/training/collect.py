@@ -28,6 +28,7 @@ from probemon.core.files import save_tensors, write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import SITE
 from probemon.errors import TrainingError
+from probemon.host.chat_dates import CHAT_DATE
 from probemon.offline.windows import Reading, cut
 from probemon.training.example_files import Source
 from probemon.training.examples import read_examples
@@ -141,6 +142,7 @@ def collect(
     text_field: str = "text",
     budget: int | None = None,
     seed: int = 0,
+    chat_date: str = CHAT_DATE,
     reading: Reading | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Collected:
@@ -148,13 +150,14 @@ def collect(
 
     - `data`: see `probemon.training.examples`; texts need no labels here
     - `roles`: whose turns of a chat are kept
+    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date
     - `budget`: bytes of states at most; then tokens are drawn, each as likely. None for all of them
 
     What lies in `out` of the same texts is not read again. Raises `TrainingError`, `ConfigError`, `NotSupportedHost`.
     """
     examples = read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
     reader = TextReader(model, tokenizer, sites, reading)
-    texts = render(examples.texts, tokenizer, roles=roles)
+    texts = render(examples.texts, tokenizer, roles=roles, chat_date=chat_date)
     tokens = reader.tokens(texts)
     kept = [np.flatnonzero(text.counts(own)) for text, own in zip(texts, tokens, strict=True)]
     n_wanted = sum(map(len, kept))

@@ -18,6 +18,7 @@ import numpy as np
 
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import TrainingError
+from probemon.host.chat_dates import CHAT_DATE
 from probemon.offline.windows import Tokens
 from probemon.training.examples import Concept, Example, Examples
 from probemon.training.groups import group_examples, split_groups
@@ -122,6 +123,7 @@ class Dataset:
         outside: Examples | None = None,
         held_out: Sequence[str] = (),
         roles: Sequence[str] = ("assistant",),
+        chat_date: str = CHAT_DATE,
         seed: int = 0,
     ) -> Dataset:
         """Render, tokenise and part examples. Raises `TrainingError` where a concept has too few, and for what the
@@ -138,7 +140,7 @@ class Dataset:
         if missing:
             raise TrainingError(f"no example is of the group {missing[0]!r}, which is to be held out")
         everything = [*examples.texts, *more, *background]
-        texts = render(everything, reader.plain.tokenizer, roles=roles)
+        texts = render(everything, reader.plain.tokenizer, roles=roles, chat_date=chat_date)
         tokens = reader.tokens(texts)
         document, positions, known, origin = [], [], [], []
         for i, (example, text, own) in enumerate(zip(everything, texts, tokens, strict=True)):

@@ -10,7 +10,8 @@ A row is one of these; other fields of it are left alone:
 - `{"positive": "...", "negative": "...", "concept": "spam"}`: two texts that differ in the concept.
 - `{"text": "...", "spans": [{"start": 4, "end": 9, "concept": "whale"}]}`: characters of the text. Its other tokens are
   without the concepts of its spans, or unknown where `"rest"` is `"unknown"`.
-- `{"messages": [...], "labels": [...]}`: a chat, in the host's own template; the labels are of the turns trained on.
+- `{"messages": [...], "labels": [...]}`: a chat of OpenAI's form (with `tools`, where it has some), in the host's own
+  template; the labels are of the turns trained on.
 - in YAML, a list of concepts: `id`, `name`, `definition`, `parents`, `examples`, `counterexamples`. Its examples are
   without the concepts beside it: those that share a parent, or without parents all others that have none.
 
@@ -35,14 +36,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probemon.errors import TrainingError
+from probemon.errors import ChatRefused, TrainingError
+from probemon.host.chat_forms import check_said, normalised
 from probemon.packs.manifest import CONTROL
 from probemon.training.example_files import Source, read_rows
 
 RESTS = ("negative", "unknown")
-ROLES = ("user", "assistant", "system", "tool")
+ROLES = ("user", "assistant", "system", "developer", "tool")
 _CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexamples"}
 _ROW_KEYS = ("text", "label", "labels", "not", "group", "spans", "rest", "messages", "positive", "negative", "concept")
+_INSTRUCT = ("system", "developer")  # roles of what many chats begin with
 _NO_NAMES = {"0", "1", "true", "false", "yes", "no"}  # of concepts
 _SPAN_KEYS = {"start", "end", "concept", "is"}
 # Fields of one kind of row, and those that would say something else beside them and be left out.
@@ -83,6 +86,7 @@ class Example:
     - `group`: what it belongs to; None where it says nothing.
     - `of_concept`: it is an example that a concept gives of itself.
     - `generated`: the model wrote it.
+    - `tools`: of a chat, those that its template is told.
     """
 
     where: str
@@ -95,11 +99,12 @@ class Example:
     group: str | None = None
     of_concept: bool = False
     generated: bool = False
+    tools: tuple[Any, ...] = ()
 
     @property
     def content(self) -> str:
         """What it says, by which copies are found: of a chat the turns, without what every chat begins with."""
-        return self.text or "\n".join(turn["content"] for turn in self.messages if turn["role"] != "system")
+        return self.text or "\n".join(turn["content"] for turn in self.messages if turn["role"] not in _INSTRUCT)
 
     @property
     def named(self) -> Iterator[str]:
@@ -381,7 +386,8 @@ def _example(row: Mapping[str, Any], where: str) -> list[Example]:
         ]
     labels = _labels(row, where)
     if "messages" in row:
-        return [Example(where, messages=_messages(row["messages"], where), labels=labels, group=group)]
+        messages, tools = _messages(row["messages"], where), tuple(_list(row.get("tools") or [], "tools", where))
+        return [Example(where, messages=messages, labels=labels, group=group, tools=tools)]
     if "text" not in row:
         raise TrainingError(
             f"{where} has {', '.join(map(repr, list(row)[:5])) or 'no field'}: give 'text' with 'labels' or 'spans',"
@@ -435,14 +441,11 @@ def _id(text: str, where: str) -> str:
 
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    messages = _list(value, "messages", where)
-    for message in messages:
-        role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ROLES or not isinstance(message.get("content"), str):
-            raise TrainingError(f"{where}: a message has a 'role' ({', '.join(ROLES)}) and a text as 'content'")
-    if not messages:
-        raise TrainingError(f"{where}: 'messages' is empty")
-    return tuple(messages)
+    try:
+        check_said(_list(value, "messages", where), ROLES)
+        return tuple(normalised(_list(value, "messages", where)))
+    except ChatRefused as error:
+        raise TrainingError(f"{where}: {error}") from None
 
 
 def _span(value: Any, text: str, where: str) -> Span:

@@ -21,7 +21,9 @@ import torch
 import transformers
 
 from probemon.core.files import write_text_atomically
-from probemon.errors import TrainingError
+from probemon.errors import ChatRefused, TrainingError
+from probemon.host.chat_dates import CHAT_DATE
+from probemon.host.chat_template import render
 from probemon.host.fingerprint import (
     adapters_fingerprint,
     config_fingerprint,
@@ -58,11 +60,13 @@ def with_generated(
     n: int,
     seed: int,
     file: Path,
+    chat_date: str = CHAT_DATE,
     say: Callable[[str], None] = lambda line: None,
 ) -> Examples:
     """Return the examples, and for each concept with fewer than n texts as many of the model's own as it lacks.
 
-    What it wrote lies in `file` for the next time. Raises `TrainingError` where it writes nothing of use.
+    What it wrote lies in `file` for the next time. `chat_date`: the day that its template is told. Raises
+    `TrainingError` where it writes nothing of use.
     """
     lacking = {concept.id: n - count for concept, count in _counted(examples) if count < n}
     if not lacking:
@@ -72,13 +76,13 @@ def with_generated(
     ]
     if len(lacking) == 1:
         subjects += _others(examples.concepts[next(iter(lacking))], next(iter(lacking.values())))
-    key = _key(model, tokenizer, subjects, seed)
+    key = _key(model, tokenizer, subjects, seed, chat_date)
     written = _kept(file, key)
     if written is None:
         say(f"the model writes {sum(count for *_, count in subjects)} texts of {len(subjects)} subjects")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            written = [_written(model, tokenizer, subject, count) for _, subject, count in subjects]
+            written = [_written(model, tokenizer, subject, count, chat_date) for _, subject, count in subjects]
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(file, json.dumps({"key": key, "texts": written}, ensure_ascii=False))
     return examples.extended(
@@ -111,7 +115,7 @@ def _others(concept: Concept, count: int) -> list[tuple[str, str, int]]:
     return [("", subject, share) for subject, share in zip(subjects, shares, strict=True) if share]
 
 
-def _key(model: Any, tokenizer: Any, subjects: Sequence[tuple[str, str, int]], seed: int) -> str:
+def _key(model: Any, tokenizer: Any, subjects: Sequence[tuple[str, str, int]], seed: int, chat_date: str) -> str:
     """All that the texts depend on: every weight, the head's too, how the model samples, and what it is asked."""
     host = unwrap(model)
     sampling = getattr(host, "generation_config", None)
@@ -122,7 +126,7 @@ def _key(model: Any, tokenizer: Any, subjects: Sequence[tuple[str, str, int]], s
         adapters_fingerprint(model, host),
         None if sampling is None else sampling.to_json_string(),
         tokenizer_fingerprint(tokenizer),
-        [prompt for _, subject, _ in subjects for prompt in _prompts(tokenizer, subject, len(ASKED))],
+        [prompt for _, subject, _ in subjects for prompt in _prompts(tokenizer, subject, len(ASKED), chat_date)],
         str(host.dtype),
         subjects,
         seed,
@@ -141,11 +145,11 @@ def _kept(file: Path, key: str) -> list[list[str]] | None:
     return list(found["texts"]) if isinstance(found, dict) and found.get("key") == key else None
 
 
-def _written(model: Any, tokenizer: Any, subject: str, count: int) -> list[str]:
+def _written(model: Any, tokenizer: Any, subject: str, count: int, chat_date: str) -> list[str]:
     """Return so many different texts about a subject, or fewer where it does not come to as many."""
     found: dict[str, None] = {}
     for _ in range(_ROUNDS * -(-count // _BATCH)):
-        prompts = _prompts(tokenizer, subject, min(_BATCH, count))
+        prompts = _prompts(tokenizer, subject, min(_BATCH, count), chat_date)
         for text in _answers(model, tokenizer, prompts):
             if len(text.split()) >= _FEWEST_WORDS:
                 found.setdefault(text)
@@ -156,11 +160,14 @@ def _written(model: Any, tokenizer: Any, subject: str, count: int) -> list[str]:
     return list(found)[:count]
 
 
-def _prompts(tokenizer: Any, subject: str, n: int) -> list[str]:
+def _prompts(tokenizer: Any, subject: str, n: int, chat_date: str) -> list[str]:
     if not getattr(tokenizer, "chat_template", None):
         return [BEGUN[i % len(BEGUN)].format(subject) for i in range(n)]
     chats = [[{"role": "user", "content": ASKED[i % len(ASKED)].format(subject)}] for i in range(n)]
-    return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    try:
+        return [render(tokenizer, chat, add_generation_prompt=True, date=chat_date).text for chat in chats]
+    except ChatRefused as error:
+        raise TrainingError(f"the model is asked for examples in a chat, and {error}: give more examples") from error
 
 
 @torch.no_grad()

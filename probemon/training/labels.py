@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from probemon.core.hierarchy import Ints
 from probemon.errors import TrainingError
+from probemon.host.text_tokens import in_ranges
 from probemon.offline.windows import Tokens
 from probemon.training.examples import Example
-from probemon.training.texts import Text, overlapping
+from probemon.training.texts import Text
 
 Known = npt.NDArray[np.int8]
 
@@ -52,7 +53,7 @@ def parts_of(example: Example, text: Text, tokens: Tokens, place: Mapping[str, i
     known = np.repeat(whole[None], len(tokens), axis=0)
     for id, absent in example.outside.items():
         spans = [(span.start, span.end) for span in example.spans if span.positive and span.concept == id]
-        others = ~overlapping(tokens, spans)
+        others = ~in_ranges(tokens.start, tokens.end, spans)
         for other in absent:
             if other not in example.labels:
                 known[others, place[other]] = 0
@@ -60,7 +61,7 @@ def parts_of(example: Example, text: Text, tokens: Tokens, place: Mapping[str, i
     for there in (False, True):
         for span in example.spans:
             if span.positive == there:
-                inside = overlapping(tokens, [(span.start, span.end)])
+                inside = in_ranges(tokens.start, tokens.end, [(span.start, span.end)])
                 if not inside.any():
                     raise TrainingError(
                         f"{example.where}: no token stands at characters {span.start} to {span.end}"

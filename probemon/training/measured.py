@@ -22,6 +22,7 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import clustered, design_effect
 from probemon.core.score_counts import N_BINS, ScoreCounts
 from probemon.core.scores import Floats
+from probemon.host.text_tokens import in_ranges
 from probemon.training.calibration import (
     PRECISION,
     Precise,
@@ -45,7 +46,6 @@ from probemon.training.running_scores import by_path, part_scores
 from probemon.training.settings import TrainingSettings
 from probemon.training.standard import Standard
 from probemon.training.state_store import StateStore
-from probemon.training.texts import overlapping
 from probemon.training.words import places_of
 
 _CHUNK, _CELLS = 1 << 14, 1 << 21
@@ -420,7 +420,10 @@ def _masked(
         hidden = [np.zeros(0, dtype=np.int64)]
         for document in documents:
             ranges = places_of(giveaways[p], data.texts[document].text)
-            hidden.append(document * width + np.flatnonzero(overlapping(data.tokens[document], ranges)))
+            hidden.append(
+                document * width
+                + np.flatnonzero(in_ranges(data.tokens[document].start, data.tokens[document].end, ranges))
+            )
         rows = np.flatnonzero(of_test & ~np.isin(place, np.concatenate(hidden)))
         column = torch.from_numpy(scores[rows, p : p + 1])
         found[:, p] = part_scores(data, settings.aggregator, column, torch.from_numpy(part[rows]))[:, 0]

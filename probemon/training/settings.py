@@ -16,6 +16,7 @@ from probemon.core.baselines import refuse_baseline
 from probemon.core.checks import check_choice, check_count, check_share, shown
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import ConfigError
+from probemon.host.chat_dates import CHAT_DATE, parse_date
 from probemon.training.examples import ROLES
 from probemon.training.fitting import METHODS
 from probemon.training.state_store import BUDGET
@@ -32,6 +33,7 @@ class TrainingSettings:
       or one of `probemon.training.candidates`, or "mass_mean" or "lda"
     - `watch`: the aggregator whose running score will be watched; a text's score is the highest of it
     - `roles`: whose turns count in a chat
+    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date
     - `exclusive`: a text has its labels and no other concept
     - `held_out`: groups that train nothing, for a test outside
     - `generate`: a concept with fewer texts gets as many as it lacks from the model, which train and do nothing else
@@ -58,6 +60,7 @@ class TrainingSettings:
     budget: int = BUDGET
     memory: int = 256 << 20
     seed: int = 0
+    chat_date: str = CHAT_DATE
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
@@ -71,6 +74,7 @@ class TrainingSettings:
         for name, least in (("budget", 1 << 20), ("memory", 1 << 20), ("seed", 0), ("generate", 0)):
             check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
         refuse_baseline(named(self.watch), "watch is")
+        parse_date(self.chat_date)
 
     @property
     def aggregator(self) -> Aggregator:

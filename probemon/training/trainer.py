@@ -117,6 +117,7 @@ def train(
             n=settings.generate,
             seed=settings.seed,
             file=folder.with_name(f"{folder.name}-generated.json"),
+            chat_date=settings.chat_date,
             say=say,
         )
     prepared_data = job.dataset(examples, elsewhere)
@@ -171,6 +172,7 @@ class _Job:
             outside=outside,
             held_out=self.settings.held_out,
             roles=self.settings.roles,
+            chat_date=self.settings.chat_date,
             seed=self.settings.seed,
         )
 
@@ -251,7 +253,13 @@ class _Job:
             score_counts=found.score_counts,
             familiar=fitted.familiar,
             golden_hidden=fitted.golden,
-            provenance={"training": self.settings.as_dict(), "versions": _versions(), "examples": found.counts()},
+            provenance={
+                "training": self.settings.as_dict(),
+                "versions": _versions(),
+                "examples": found.counts(),
+                # Where no chat says which day it is, none is stated.
+                **({"chat_date": self.settings.chat_date} if any(text.reads_date for text in data.texts) else {}),
+            },
             quality=quality,
             overwrite=overwrite,
         )

@@ -105,9 +105,10 @@ def test_without_a_template_the_prompt_is_what_the_host_is_given(kind):
     assert list(lesson.ids) == asked + tokenizer("Yes</s>", add_special_tokens=False)["input_ids"]
 
 
-def test_a_tokenizer_that_says_no_places_is_taken_where_the_parts_are_the_whole(monkeypatch):
-    expected = make_lesson({"messages": CHAT[:2]}, "row", make_tokenizer("bytes"))
+def test_a_tokenizer_that_says_no_places_counts_the_same_tokens_or_is_refused(monkeypatch):
+    expected = [make_lesson({"messages": CHAT}, "row", make_tokenizer(kind)) for kind in KINDS]
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", property(lambda self: False))
-    assert make_lesson({"messages": CHAT[:2]}, "row", make_tokenizer("bytes")) == expected
-    with pytest.raises(ConfigError, match="row: which tokens are the assistant's is unknown"):
-        make_lesson({"messages": CHAT}, "row", make_tokenizer("metaspace"))
+    assert [make_lesson({"messages": CHAT}, "row", make_tokenizer(kind)) for kind in KINDS] == expected
+    # A token of the answer and of the space behind it, which a shorter chat has not.
+    with pytest.raises(ConfigError, match=r"row: which tokens are the assistant's is unknown: .* one across character"):
+        make_lesson({"messages": CHAT}, "row", make_tokenizer("metaspace", PLAIN))

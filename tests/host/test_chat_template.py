@@ -1,13 +1,18 @@
-"""What a chat template leaves out is found, and whoever would have asked the model another thing is refused."""
+"""Chats are rendered in one place, in the form that a template takes; what none takes is refused by name."""
+
+import ast
+from datetime import date
+from pathlib import Path
 
 import pytest
 from jinja2 import Environment
 
+import probemon
 from corpora import make_tokenizer
 from probemon.bem.lessons import make_lesson
 from probemon.cli.common import chat_messages
-from probemon.errors import ConfigError
-from probemon.host.chat_template import left_out
+from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_template import left_out, render
 from probemon.monitor.stream import encode
 
 ALL = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls or '' }}\n{% endfor %}"
@@ -49,11 +54,162 @@ def test_commands_streams_and_rows_of_adapters_are_refused_what_the_model_would_
     tokenizer.chat_template = ALL
     assert chat_messages(tokenizer, "Hi", "Be brief.")[0]["content"] == "Be brief."
     tokenizer.chat_template = NO_SYSTEM
-    with pytest.raises(ConfigError, match="leaves --system out: put it into --prompt"):
+    with pytest.raises(
+        ConfigError, match=r"takes no --system \(the chat template leaves out .*\): put it into --prompt"
+    ):
         chat_messages(tokenizer, "Hi", "Be brief.")
     messages = chat(("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes."))
     with pytest.raises(ConfigError, match=r"leaves out content of messages\[0\], with the role 'system'"):
         encode(tokenizer, messages)
-    with pytest.raises(ConfigError, match="row 3: the host's chat template leaves out turn 1, with the role 'system'"):
+    with pytest.raises(
+        ConfigError, match=r"row 3: the chat template leaves out content of messages\[0\], with the role 'system'"
+    ):
         make_lesson({"messages": messages}, "row 3", tokenizer)
     assert make_lesson({"messages": messages[1:]}, "row 3", tokenizer).n_labels
+
+
+def test_no_other_module_runs_a_chat_template():
+    package = Path(probemon.__file__).parent
+    users = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "apply_chat_template"
+    }
+    assert users == {"host/chat_template.py"}
+
+
+# -- the forms that templates take -----------------------------------------------------------------
+
+BEGIN = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}[add "
+BEGIN += "{% set a = c.function.arguments %}"
+END = "]{% endfor %}{% endfor %}"
+AS_JSON = BEGIN + "{{ a | tojson }}" + END
+AS_IT_IS = BEGIN + "{{ a }}" + END  # of an object: Python's repr
+JOINED = BEGIN + "{{ 'x' + a }}" + END  # of an object: an error
+EITHER = BEGIN + "{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}" + END
+ITEMS = BEGIN + "{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}" + END
+WITHOUT = BEGIN + END
+
+
+def called(*arguments, content=None):
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": one}} for one in arguments]
+    return [{"role": "user", "content": "Add."}, {"role": "assistant", "content": content, "tool_calls": calls}]
+
+
+def rendered(template, messages, **options):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return render(tokenizer, messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "written"),
+    [
+        (AS_JSON, '{"a":2,"b":"é"}', '[add {"a": 2, "b": "é"}]'),
+        (AS_JSON, {"a": 2, "b": "é"}, '[add {"a": 2, "b": "é"}]'),
+        (AS_JSON, "", "[add {}]"),
+        (EITHER, '{"a":2}', '[add {"a": 2}]'),
+        (EITHER, "null", "[add null]"),
+        (EITHER, "[]", "[add []]"),
+        (EITHER, '{"a":', '[add {"a":]'),
+        (EITHER, '{"a": 1, "a": 2}', '[add {"a": 1, "a": 2}]'),  # one of them would be lost
+        (AS_IT_IS, '{"a":2}', '[add {"a":2}]'),
+        (AS_IT_IS, {"a": 2, "b": "é"}, '[add {"a": 2, "b": "é"}]'),
+        (JOINED, '{"a":2}', '[add x{"a":2}]'),
+        (JOINED, "", "[add x{}]"),
+        (ITEMS, '{"a": 2, "b": "c"}', "[add a=2;b=c;]"),
+        (ITEMS, "", "[add ]"),
+    ],
+)
+def test_arguments_of_tool_calls_are_written_once(template, arguments, written):
+    assert written in rendered(template, called(arguments)).text
+    both = called({"z": 1}, arguments)
+    if isinstance(arguments, str) and template in (AS_JSON, EITHER):  # beside a call of another form
+        assert '[add {"z": 1}]' + written in rendered(template, both).text
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "reason"),
+    [
+        (AS_JSON, "null", r"messages\[1\]\.tool_calls\[0\]\.function\.arguments escaped once more"),
+        (AS_JSON, '{"a":', r"messages\[1\]\.tool_calls\[0\]\.function\.arguments escaped once more"),
+        (ITEMS, "[]", r"only objects, and messages\[1\]\.tool_calls\[0\]\.function\.arguments is no JSON object"),
+        (WITHOUT, '{"a":2}', r"messages\[1\]\.tool_calls\[0\]\.function\.arguments left out"),
+        (USERS, '{"a":2}', r"leaves out tool_calls of messages\[1\], with the role 'assistant'"),
+    ],
+)
+def test_arguments_that_a_template_cannot_write_are_refused_by_name(template, arguments, reason):
+    with pytest.raises(ChatRefused, match=reason) as refused:
+        rendered(template, called(arguments))
+    assert refused.value.at == 1 and refused.value.part.startswith("tool_calls")
+
+
+@pytest.mark.parametrize("content", [None, "", ...])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}",  # "" alone
+        "{% for m in messages %}{% if m.content is defined %}{{ m.content | length > 0 or 'None' }}{% endif %}"
+        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}",  # absent alone
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.tool_calls | tojson }}"
+        "{% endif %}{% endfor %}",  # all but "", which leaves the calls out
+    ],
+)
+def test_content_that_says_nothing_is_given_as_the_template_takes_it(template, content):
+    messages = called('{"a": 2}', content=content)
+    if content is ...:
+        del messages[1]["content"]
+    text = rendered(template, messages).text
+    assert '"arguments": {"a": 2}' in text and "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [(ALL, "system"), ("{# developer #}" + ALL, "developer"), (NO_SYSTEM.replace("system", "developer"), "system")],
+)
+def test_a_developer_is_the_system_where_the_template_knows_none(template, role):
+    text = rendered(template, chat(("developer", "Be brief."), ("user", "Hi"))).text
+    assert text.startswith(f"{role}: Be brief.")
+
+
+def test_texts_are_given_as_parts_where_the_template_wants_them():
+    parts = "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
+    said = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}]}]
+    for template, form in ((parts, [{"type": "text", "text": "Hi you"}]), (ALL, "Hi you")):
+        found = rendered(template, said)
+        assert found.text.strip() == "user: Hi you" and found.messages[0]["content"] == form
+
+
+def test_a_refusal_names_the_message_that_the_template_stops_at():
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no  tools\nhere') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ChatRefused, match=r"not take messages\[2\], with the role 'tool': no tools here$") as refused:
+        rendered(template, chat(("user", "a"), ("assistant", "b"), ("tool", "c"), ("user", "d")))
+    assert refused.value.param == "messages[2]"
+    with pytest.raises(ChatRefused, match="leaves out tools") as refused:
+        rendered(ALL, chat(("user", "a")), tools=[{"type": "function", "function": {"name": "add"}}])
+    assert refused.value.param == "tools"
+
+
+# -- the date --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("day", [date(2025, 1, 1), date(2024, 2, 29), date(2031, 12, 9)])
+def test_a_stated_date_is_what_the_template_is_told(day):
+    formats = ["%d %b %Y", "%Y-%m-%d", "%A, %B %-d, %y", "100%% of %j", "%H:%M", "%x"]
+    template = "  {% if strftime_now is defined %}" + "|".join("{{ strftime_now('" + one + "') }}" for one in formats)
+    found = rendered(template + "{% endif %}\n{{ messages[0].content }}", chat(("user", "Hi")), date=day.isoformat())
+    assert found.text == "|".join(map(day.strftime, formats)) + "Hi" and found.reads_date
+    in_macros = "{% macro now() %}{{ strftime_now('%Y') }}{% endmacro %}{{ now() }}{{ messages[0].content }}"
+    assert rendered(in_macros, chat(("user", "Hi")), date=day.isoformat()).text == f"{day.year}Hi"
+
+
+def test_a_date_changes_nothing_else_of_a_template():
+    unread = "\n  {% if false %}{{ strftime_now('%Y') }}{% endif %}\n x {{ messages[0].content }}\n"
+    now, stated = (rendered(unread, chat(("user", "Hi")), date=day) for day in (None, "2025-01-01"))
+    assert now.text == stated.text and not stated.reads_date
+    with pytest.raises(ConfigError, match="chat_date is 'yesterday': give a day as YYYY-MM-DD"):
+        rendered(unread, chat(("user", "Hi")), date="yesterday")

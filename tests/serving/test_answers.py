@@ -355,7 +355,7 @@ def test_what_the_chat_template_leaves_out_is_refused(server, served, monkeypatc
         assert answer.status == 200
         return
     error = json.loads(answer.content)["error"]
-    assert answer.status == 400 and error["param"] == param and "the model never reads it" in error["message"]
+    assert answer.status == 400 and error["param"] == param and "the model never reads" in error["message"]
 
 
 def test_models_are_listed_and_another_is_not_found(server):

@@ -1,0 +1,225 @@
+"""The forms in which a chat may be given to a template, since templates differ in what they take.
+
+    said = normalised(messages)                       # OpenAI's form, one for what means the same
+    for form in forms(said, source):                  # the likeliest first
+        form.of(said)                                 # the messages as a template of this kind wants them
+    probed(said), wrong_arguments(text, said)         # whether the arguments of tool calls are written right
+
+A form says how arguments of tool calls, empty contents, contents and the role "developer" are given. Which one a
+template takes is tried, not looked up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from probemon.core.strict_json import loads, no_constant
+from probemon.errors import ChatRefused
+
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How messages are given.
+
+    - `parts`: contents as lists of one text part.
+    - `system`: the role "developer" as "system".
+    - `empty`: content that says nothing as "" (""), left out ("absent") or None ("null").
+    - `objects`: arguments of tool calls as objects where they are; else as JSON in a text.
+    """
+
+    parts: bool = False
+    system: bool = False
+    empty: str = ""
+    objects: bool = True
+
+    def of(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return normalised messages in this form."""
+        return [self._given(message) for message in messages]
+
+    def _given(self, message: Message) -> dict[str, Any]:
+        given = dict(message)
+        if self.system and given.get("role") == "developer":
+            given["role"] = "system"
+        content = given.get("content")
+        if content == "" and given.get("role") == "assistant" and self.empty:
+            del given["content"]
+            if self.empty == "null":
+                given["content"] = None
+        elif self.parts and isinstance(content, str):
+            given["content"] = [{"type": "text", "text": content}]
+        if isinstance(given.get("tool_calls"), (list, tuple)):
+            change = as_object if self.objects else _as_text
+            given["tool_calls"] = [_with_arguments(call, change) for call in given["tool_calls"]]
+        return given
+
+
+def forms(messages: Messages, source: str) -> Iterator[Form]:
+    """Yield the forms that normalised messages may be given in, the likeliest first; `source` is the template's."""
+    is_empty = any(message.get("role") == "assistant" and message["content"] == "" for message in messages)
+    has_objects = any(_is_object(arguments) for _, _, arguments in calls_of(messages))
+    knows = "developer" in source
+    for_developers = (not knows, knows) if any(m.get("role") == "developer" for m in messages) else (False,)
+    axes = (
+        (False, True),
+        for_developers,
+        ("", "absent", "null") if is_empty else ("",),
+        (True, False)[: 1 + has_objects],
+    )
+    return (Form(*axis) for axis in product(*axes))
+
+
+def normalised(messages: Any) -> list[dict[str, Any]]:
+    """Return messages of OpenAI's form in one way for what means the same: text parts as a text, content that is null
+    or missing in an assistant's turn as "", arguments that are missing as "{}", no fields that are null. Parts that are
+    no text stay as they are. Raises `ChatRefused`.
+    """
+    return [_normalised(message, at) for at, message in enumerate(messages)]
+
+
+def check_said(messages: Any, roles: Sequence[str] | None = ROLES) -> None:
+    """Raise `ChatRefused` where messages are not of OpenAI's form, or say something that is no text."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        what = "empty" if isinstance(messages, (list, tuple)) else type(messages).__name__
+        raise ChatRefused(f"'messages' is {what}: give a list of messages, each with a role and a content")
+    for at, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or (roles is not None and role not in roles):
+            of = f" ({', '.join(roles)})" if roles is not None else ""
+            raise ChatRefused(f"messages[{at}] has the role {role!r:.60}: a message has a 'role'{of}", at, "role")
+        if not isinstance(_joined(message.get("content"), role), str):
+            raise ChatRefused(
+                f"messages[{at}] has a content that is no text: a message has a text as 'content', or a list of text"
+                " parts",
+                at,
+                "content",
+            )
+
+
+def _normalised(message: Any, at: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ChatRefused(f"messages[{at}] is {type(message).__name__}: give an object with a role and a content", at)
+    given = {name: value for name, value in message.items() if value is not None}
+    content = _joined(given.get("content"), given.get("role"))
+    if content is None:
+        raise ChatRefused(f"messages[{at}] has no content: give a text", at, "content")
+    given["content"] = content
+    if not given.get("tool_calls", True):
+        del given["tool_calls"]
+    if isinstance(given.get("tool_calls"), (list, tuple)):
+        given["tool_calls"] = [_with_arguments(call, _stated) for call in given["tool_calls"]]
+    return given
+
+
+def _joined(content: Any, role: Any) -> Any:
+    """The text of a content; a list with other parts as it is."""
+    if content is None and role == "assistant":
+        return ""
+    if isinstance(content, (list, tuple)) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+# -- arguments of tool calls ---------------------------------------------------------------------
+
+
+def calls_of(messages: Messages) -> Iterator[tuple[int, int, Any]]:
+    """Yield the message, the place in it and the arguments of every tool call."""
+    for at, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        for place, call in enumerate(calls if isinstance(calls, (list, tuple)) else ()):
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and "arguments" in function:
+                yield at, place, function["arguments"]
+
+
+def with_arguments(messages: Messages, change: Callable[[int, int, Any], Any]) -> list[dict[str, Any]]:
+    """Return messages with the arguments of each call changed: `change(message, place in it, arguments)`."""
+    changed = [dict(message) for message in messages]
+    for at, place, arguments in calls_of(messages):
+        calls = list(changed[at]["tool_calls"])
+        calls[place] = _replaced(calls[place], change(at, place, arguments))
+        changed[at]["tool_calls"] = calls
+    return changed
+
+
+def _replaced(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    return _replaced(call, change(function["arguments"]))
+
+
+def _stated(arguments: Any) -> Any:
+    says_nothing = arguments is None or (isinstance(arguments, str) and not arguments.strip())
+    return "{}" if says_nothing else arguments
+
+
+def as_object(arguments: Any) -> Any:
+    """Return arguments that are a JSON object in a text as that object, others as they are."""
+    if isinstance(arguments, str):
+        try:
+            found = loads(arguments, constant=no_constant)
+        except (ValueError, RecursionError):
+            return arguments
+        return found if isinstance(found, dict) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+def probed(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages whose arguments are others of the same kind, which `wrong_arguments` looks for."""
+
+    def probe(at: int, place: int, arguments: Any) -> Any:
+        name = _probe(at, place)
+        return {name: f"{name} value"} if _is_object(arguments) else f'{{"{name}": "{name} value"}}'[:-1]
+
+    return with_arguments(messages, probe)
+
+
+def wrong_arguments(text: str, messages: Messages, form: Form) -> tuple[int, str, str] | None:
+    """Return the first call whose arguments the text of `probed` messages does not have as they are: the message, the
+    part of it, and what is wrong.
+    """
+    for at, place, arguments in calls_of(messages):
+        name = _probe(at, place)
+        part = f"tool_calls[{place}].function.arguments"
+        if name not in text:
+            return at, part, "left out"
+        if f'\\"{name}' in text:
+            return at, part, "escaped once more"
+        if f"{{'{name}'" in text:
+            return at, part, "written as Python's repr"
+        is_text = not form.objects or not _is_object(arguments)
+        if f"{name} value" not in text or (is_text and f'{{"{name}": "{name} value"' not in text):
+            return at, part, "not written as they are"
+    return None
+
+
+def _is_object(arguments: Any) -> bool:
+    return isinstance(as_object(arguments), Mapping)
+
+
+def _probe(at: int, place: int) -> str:
+    return f"probed_{at}_{place}_"

@@ -18,9 +18,11 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from probemon import DynamicProbeManager
+from probemon.bem.lessons import make_lesson
 from probemon.bundled import bundled_path
 from probemon.cli.common import chat_messages
 from probemon.errors import ChatRefused, ConfigError, RequestRefused, TrainingError
+from probemon.host.chat_dates import CHAT_DATE
 from probemon.monitor.stream import encode
 from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
@@ -28,6 +30,7 @@ from probemon.offline.windows import Reading, shards
 from probemon.serving.limits import Limits
 from probemon.serving.requests import read_request
 from probemon.training.examples import read_examples
+from probemon.training.generated import _prompts as prompts_about
 from probemon.training.state_store import TextReader
 from probemon.training.texts import render as render_examples
 
@@ -259,3 +262,21 @@ def test_a_chat_is_read_alike_everywhere_or_refused_by_name(template, doors, tok
             check_said(text, read)
             assert list(ids).count(tokenizer.bos_token_id) <= 1
             assert reader not in FILES or "2031" not in text
+
+
+@pytest.mark.parametrize("text", ["<bos>What lives in the sea?", "What lives in the sea?"])
+def test_a_prompt_that_begins_as_the_tokenizer_begins_texts_has_one_beginning(doors, tokenizer, text):
+    ids = tokenizer("<bos>What lives in the sea?", add_special_tokens=False).input_ids
+    assert encode(tokenizer, text)["input_ids"].tolist() == [ids]
+    served = doors.read["server"].__self__._served
+    body = json.dumps({"model": served.name, "prompt": text}).encode()
+    assert list(served.prepare(read_request("completion", body, Limits())).prompts[0]) == ids
+
+
+def test_lessons_and_questions_of_the_trainer_are_told_the_stated_day(tokenizer, monkeypatch):
+    set_clock(monkeypatch, TODAY)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["llama3_2"])
+    lesson = tokenizer.decode(make_lesson({"messages": CHATS["null"]}, "row", tokenizer).ids)
+    check_said(lesson, CHATS["null"])
+    [asked] = prompts_about(tokenizer, "whales", 1, CHAT_DATE)
+    assert all("01 Jan 2025" in text and "2031" not in text for text in (lesson, asked))

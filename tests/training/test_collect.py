@@ -1,6 +1,7 @@
 """States for a trainer of one's own: every token with its characters and labels, and the weights that come of them."""
 
 import json
+from datetime import datetime
 
 import numpy as np
 import pyarrow.parquet
@@ -8,11 +9,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from sklearn.linear_model import LogisticRegression
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import chat_template_utils
 
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.core.probes import InputSpec
-from probemon.errors import TrainingError
+from probemon.errors import ConfigError, TrainingError
 from probemon.training.collect import collect
 from probemon.training.fitting import Rows, fit_linear
 from probemon.training.logistic import Targets
@@ -105,3 +108,59 @@ def test_a_manager_collects_what_its_probes_read(model, pack, texts, tmp_path):
     assert found.left_out == n_tokens - len(found.document) > 0
     with pytest.raises(TrainingError, match="there is no example"):
         DynamicProbeManager(pack).collect(model, make_tokenizer(), [], tmp_path / "t")
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "why é?"}, {"role": "assistant", "content": f"whale {i} é "}]}
+    for i in range(3)
+]
+DATED = "on {{ strftime_now('%A') | lower }}\n{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+
+
+def test_chats_count_the_same_characters_without_offsets(tmp_path):
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = DATED
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    host = LlamaForCausalLM(config).eval()
+    found = collect(host, tokenizer, CHATS, tmp_path / "s", sites=[SITE])
+    for i in range(3):
+        assert tokenizer.decode(found.token[found.document == i]) == f"whale {i} é"
+    assert set(found.start) == {-1}
+    asked = collect(host, tokenizer, CHATS, tmp_path / "u", sites=[SITE], roles=["user"])
+    assert tokenizer.decode(asked.token[asked.document == 0]) == "why é?"
+    with pytest.raises(TrainingError, match="example 0: which tokens are of assistant is unknown: Pairs does not say"):
+        collect(host, Pairs(tokenizer), CHATS, tmp_path / "p", sites=[SITE])
+
+
+class Pairs:
+    """A tokenizer that says no places and has tokens of two characters, which lie across borders."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
+
+    def apply_chat_template(self, messages, tokenize=True, **options):
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        return self(text)["input_ids"] if tokenize else text
+
+    def __call__(self, text, **options):
+        return {"input_ids": [sum(map(ord, text[i : i + 2])) for i in range(0, len(text), 2)]}
+
+
+def test_states_of_chats_are_the_same_on_another_day(model, tmp_path, monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = DATED
+    written = []
+    for year in (2026, 2031):
+        clock = type("Clock", (), {"now": staticmethod(lambda year=year: datetime(year, 11, 28))})
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        collect(model, tokenizer, CHATS, tmp_path / "s", sites=[SITE])
+        written.append({path.name: path.read_bytes() for path in sorted((tmp_path / "s").iterdir())})
+    assert written[0] == written[1] and "on wednesday" in written[0]["texts.jsonl"].decode()
+    stated = collect(model, tokenizer, CHATS, tmp_path / "s", sites=[SITE], chat_date="2024-02-29")
+    assert "on thursday" in (stated.folder / "texts.jsonl").read_text()
+    with pytest.raises(ConfigError, match="chat_date is 'today': give a day"):
+        collect(model, tokenizer, CHATS, tmp_path / "s", sites=[SITE], chat_date="today")

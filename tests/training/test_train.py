@@ -466,6 +466,28 @@ def test_a_turn_that_says_what_the_template_says_is_found_in_its_place():
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     with pytest.raises(TrainingError, match="example 0: the model's chat template changes what is said"):
         render(examples.texts, tokenizer, roles=("user",))
+    # The turns that do not count may be changed.
+    one = "{% for m in messages %}{{ m.content | upper if m.role == 'user' else m.content }}{% endfor %}"
+    tokenizer.chat_template = one
+    assert render(examples.texts, tokenizer, roles=("assistant",))[0].counted == ((1, 7),)
+
+
+@pytest.mark.parametrize("of_user", ["", " | trim", ".lstrip()", ".rstrip()", ".strip('\\n')"])
+@pytest.mark.parametrize("of_assistant", ["", " | trim", ".lstrip()", ".rstrip()", ".strip('\\n')"])
+def test_turns_that_a_template_strips_each_in_its_own_way_are_found(of_user, of_assistant):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}\n{% if m.role == 'user' %}{{ m.content" + of_user + " }}"
+        "{% else %}<a>{{ m.content" + of_assistant + " }}\n\n{% endif %}{% endfor %}"
+    )
+    said = [" \nwhy\n ", "\n yes\n\n", "no", "no \n", "\n\nso", " a"]
+    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(said)]
+    examples = read_examples([{"messages": turns, "labels": ["x"]}])
+    [found] = render(examples.texts, tokenizer, roles=("user", "assistant"))
+    stand = [found.text[a:b] for a, b in found.counted]
+    assert [content.strip() for content in stand] == [content.strip() for content in said]
+    # White space beside the template's own may be either's, and nothing else is taken for a turn's.
+    assert all(content in own for own, content in zip(said, stand, strict=True))
 
 
 def test_one_answer_to_two_questions_is_not_parted(model):
@@ -501,7 +523,12 @@ def test_chats_train_on_the_turns_of_a_role(model, tmp_path):
     # Chats are not copies of each other for what they all begin with.
     beginning = {"role": "system", "content": " ".join(COMMON)}
     longer = [{**chat, "messages": [beginning, *chat["messages"]]} for chat in chats]
-    train(model, longer, tmp_path / "longer", tokenizer=tokenizer, background=False, states=tmp_path / "s2")
+    assert "chat_date" not in found.pack.manifest["provenance"]
+    dated = copy.copy(tokenizer)
+    dated.chat_template = "{{ strftime_now('%A') }}" + tokenizer.chat_template
+    options = {"tokenizer": dated, "background": False, "states": tmp_path / "s2", "chat_date": "2024-02-29"}
+    stated = train(model, longer, tmp_path / "longer", **options).pack.manifest["provenance"]
+    assert stated["chat_date"] == "2024-02-29"
     # What the user says is the same whatever the label.
     users = train(
         model, chats, tmp_path / "users", tokenizer=tokenizer, background=False, states=tmp_path / "s", roles=("user",)

@@ -226,8 +226,8 @@ def test_a_text_begins_as_the_tokenizer_begins_it_with_a_chat_template_or_withou
     monkeypatch.setattr(type(words), "__call__", with_bos)
     for template, begun in ((None, 1), ("{{ messages[0].content }}", 0)):
         words.chat_template = template
-        text, answer = ({"text": "w1 w2"}, {"prompt": "w1", "answer": "w2"})
-        assert make_lesson(text, "row", words).ids == tuple(words("w1 w2")["input_ids"])
+        text, answer = ({"text": "w3 w2"}, {"prompt": "w3", "answer": "w2"})
+        assert make_lesson(text, "row", words).ids == tuple(words("w3 w2")["input_ids"])
         if begun:
             assert make_lesson(answer, "row", words).ids[0] == 1
     words.chat_template = None

@@ -414,7 +414,7 @@ def test_a_system_prompt_comes_before_the_prompt(demo, watch):
     with pytest.raises(ConfigError, match="no chat template, so there is no place for --system"):
         chat_messages(bare, "Hello", "You are a pirate.")
     bare.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ConfigError, match=r"takes no --system \(System role not supported\)"):
+    with pytest.raises(ConfigError, match=r"takes no --system \(.*: System role not supported\): put it"):
         chat_messages(bare, "Hello", "You are a pirate.")
 
 

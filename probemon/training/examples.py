@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from probemon.core.counted import counted
 from probemon.errors import ChatRefused, TrainingError
 from probemon.host.chat_forms import check_said, normalised
 from probemon.packs.manifest import CONTROL
@@ -191,8 +192,10 @@ def read_examples(
         raise TrainingError(
             "there is no example: give texts with labels, pairs, spans, chats or concepts with examples"
         )
-    if labelled and not exclusive:
-        _check_known(texts)
+    if labelled:
+        _check_named(texts, concepts)
+        if not exclusive:
+            _check_known(texts)
     follows, beside = _follows(above), _beside(concepts)
     closed = tuple(_closed(example, concepts, follows, beside, exclusive) for example in texts)
     _check_of_concepts(closed)
@@ -295,6 +298,15 @@ def _follows(above: Mapping[str, frozenset[str]]) -> dict[bool, dict[str, list[s
         True: {id: [id, *sorted(ancestors)] for id, ancestors in above.items()},
         False: {id: [id, *sorted(descendants)] for id, descendants in below.items()},
     }
+
+
+def _check_named(texts: Sequence[Example], concepts: Mapping[str, Concept]) -> None:
+    """Raise `TrainingError` for examples without a concept: there is nothing to train, whatever is exclusive."""
+    if not concepts:
+        raise TrainingError(
+            f"no row names a concept ({counted(len(texts), 'row')}, the first is {texts[0].where}): give rows 'labels',"
+            ' such as {"text": "...", "labels": ["spam"]}, or pairs, spans or concepts with examples'
+        )
 
 
 def _check_known(texts: Sequence[Example]) -> None:

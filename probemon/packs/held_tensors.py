@@ -13,6 +13,7 @@ end the process.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import mmap
@@ -101,7 +102,10 @@ class HeldTensors:
             self.file.check()
 
     def _read_all(self) -> dict[str, Tensor]:
-        raw: Any = np.empty(self.file.size, dtype=np.uint8)
+        try:
+            raw: Any = np.empty(self.file.size, dtype=np.uint8)
+        except MemoryError as error:
+            raise self._no_memory() from error
         self.file.check()
         self.file.read_into(raw, 0)
         self.file.check()
@@ -125,7 +129,19 @@ class HeldTensors:
             raise PackChanged(
                 f"{self.file.path} became shorter since the pack was opened: open the pack again"
             ) from error
+        except (MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise PackError(
+                    f"{self.file.path} cannot be mapped into memory ({error.strerror}): copy the pack to a local disk"
+                ) from error
+            raise self._no_memory() from error
         return self._views(raw)
+
+    def _no_memory(self) -> PackError:
+        return PackError(
+            f"{self.file.path} does not fit into the memory that this process may take ({self.file.size:,} bytes): raise"
+            " its limit (ulimit -v), or make the pack smaller (probemon quantize, probemon pack subset)"
+        )
 
     def _views(self, raw: np.ndarray) -> dict[str, Tensor]:
         ends = {name: self._offsets[name] + like.numel() * like.element_size() for name, like in self.described.items()}

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -626,3 +627,25 @@ def test_a_folder_that_another_writer_puts_there_just_now_is_no_file(two, tmp_pa
         make(tmp_path / name)
         with pytest.raises(PackError, match=f"is a {name}, no pack"):
             check_replaceable(tmp_path / name)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_weights_that_no_memory_is_left_for_are_an_error_of_the_pack(tmp_path, mapped):
+    """As under `ulimit -v`."""
+    shape = [1 << 20, 1 << 10]
+    header = json.dumps({"w1": {"dtype": "U8", "shape": shape, "data_offsets": [0, 1 << 30]}}).encode()
+    with (tmp_path / PROBES).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 30))  # a hole
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with size_in_memory(0 if mapped else 2 << 30), heldfile.HeldFolder(tmp_path) as folder:
+        tensors = HeldTensors(folder.hold(PROBES))
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20), before[1]))
+        try:
+            with pytest.raises(
+                PackError, match=r"does not fit into the memory .*1,073,741,9.* bytes\): raise its limit"
+            ):
+                tensors.all()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)

@@ -106,11 +106,15 @@ def read_safetensors(
     `ImportRefused`.
     """
     _check_file(path)
+    weights.check_is_safetensors(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}, dict(file.metadata() or {})  # noqa: SIM118 (not a dict)
     except (safetensors.SafetensorError, OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        raise ImportRefused(f"{path} cannot be read as safetensors ({str(error)[:150]})") from None
+        raise ImportRefused(
+            f"{path} cannot be read as safetensors ({str(error)[:150]}): give a file that safetensors.torch.save_file"
+            " wrote"
+        ) from None
 
 
 def as_path(path: object, what: str) -> Path:

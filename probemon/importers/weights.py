@@ -25,6 +25,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from probemon.core.file_kinds import GGUF, NPY, NPZ, PICKLE, SAFETENSORS, TORCH, kind_of
 from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import RepeatedKey, loads
 from probemon.errors import ImportRefused
@@ -35,6 +36,20 @@ MAX_JSON_BYTES = 64 << 20
 _MAX_PICKLE_BYTES = 2 << 20
 _MAX_MEMBERS = 1 << 16
 _MAX_DIMS = 8
+_SAVE_TENSORS = "save its tensors by safetensors.torch.save_file"
+_REMEDIES = {  # by the kind of a file that is given as safetensors
+    NPZ: "write it as such by safetensors.numpy.save_file(dict(numpy.load(file)), 'probes.safetensors')",
+    NPY: "write it as such by safetensors.numpy.save_file({'probes': numpy.load(file)}, 'probes.safetensors')",
+    TORCH: (
+        "write it as such by safetensors.torch.save_file(torch.load(file, weights_only=True), 'probes.safetensors'),"
+        " where it holds tensors by name"
+    ),
+    GGUF: (
+        "read its tensors by gguf.GGUFReader, of llama.cpp's package gguf, and write them by"
+        " safetensors.numpy.save_file"
+    ),
+    PICKLE: "load it where you trust it, since loading runs what is in it, and save its tensors by save_file",
+}
 
 
 def load_state_dict(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Tensor]:
@@ -88,6 +103,7 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
+            check_is_safetensors(path)
             return load_file(path)
         with path.open("rb") as stream:
             data = stream.read(size)
@@ -103,6 +119,18 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
     except Exception as error:  # a forged file can break anything
         first = first_sentence(error, 200)
         raise ImportRefused(f"{path} cannot be read ({type(error).__name__}: {first}): {AGAIN}") from error
+
+
+def check_is_safetensors(path: Path) -> None:
+    """Raise `ImportRefused` for a file that is of another kind, saying which and how to write it as safetensors."""
+    if path.name.endswith(".safetensors.index.json"):
+        raise ImportRefused(
+            f"{path} is the index of weights in several files, and holds none: give the file that its 'weight_map'"
+            " names for the probes, or merge the files (safetensors.torch.load_file each, save_file all of them in one)"
+        )
+    kind = kind_of(path)
+    if kind and kind != SAFETENSORS:
+        raise ImportRefused(f"{path} is {kind}, not safetensors: {_REMEDIES.get(kind, _SAVE_TENSORS)}")
 
 
 def check_file(path: Path, max_bytes: int) -> int:
@@ -203,9 +231,10 @@ def _not_a_zip(path: Path, data: bytes) -> ImportRefused:
         return refused
     except Exception:  # no pickle either
         pass
+    what = f"{kind}, and no" if (kind := kind_of(path)) else "no"
     return ImportRefused(
-        f"{path} is no file of torch.save (a zip since torch 1.6): load it where you trust it, and save its state dict"
-        " again"
+        f"{path} is {what} file of torch.save (a zip since torch 1.6): load it where you trust it, and save its state"
+        " dict again"
     )
 
 

@@ -7,9 +7,10 @@
 - `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
 - a folder: every file below it in the order of their paths, but for names that begin with a dot; a text file is one
   document, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
-- `.csv` and `.tsv` are refused, and so are arrays of JSON and files that begin as PDF, an archive or a document of an
-  office does: their lines are no documents. Of YAML, HTML, source and the like a file is one document in a folder, and
-  refused alone; tensors, pickles and pictures are refused by their names
+- `.csv` and `.tsv` are refused, and so are arrays of JSON, objects over several lines, folders that `datasets` saved
+  and files that begin as PDF, an archive or a document of an office does: their lines are no documents. Of YAML, HTML,
+  source and the like a file is one document in a folder, and refused alone; tensors, pickles and pictures are refused
+  by their names
 - `-`: standard input, JSON lines if the first character is `{`, else text
 - names that end in `.gz`: decompressed, to at most 200 times their size (or 64 MiB); so are row groups of parquet files
 - an iterable: of texts, or of dicts with the fields by name, such as a Hugging Face dataset
@@ -31,6 +32,16 @@ from typing import Any, BinaryIO
 
 from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
+from probemon.core.file_kinds import (
+    BEGIN_BYTES,
+    ONE_ARRAY,
+    ONE_OBJECT,
+    dataset_folder,
+    is_spread_json,
+    kind_of,
+    kind_of_bytes,
+    without_mark,
+)
 from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import loads
 from probemon.errors import ChatRefused, ConfigError
@@ -48,21 +59,7 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
 # Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
 _NO_TABLES = "a table in text: write it as .jsonl or .parquet, or name it .txt if its lines are the documents"
-_NO_ARRAYS = "one JSON array: write one object a line (jq -c '.[]' does)"
 _TEXTS = "write its texts as .txt or .jsonl"
-# Lines of these that happen to be valid would be scored, and the others called bad.
-_NO_TEXTS = {
-    b"%PDF-": "a PDF",
-    b"{\\rtf": "rich text",
-    b"PK\x03\x04": "a zip archive, as .docx, .xlsx and .odt are",
-    b"\xd0\xcf\x11\xe0": "a document of an office, as .doc and .xls are",
-    b"\x1f\x8b": "compressed by gzip, and its name does not end in .gz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd",
-    b"\xfd7zXZ\0": "compressed by xz",
-    b"BZh91AY&SY": "compressed by bzip2",
-    b"PAR1": "parquet, and its name does not end in .parquet",
-    b"ARROW1": "an Arrow file",
-}
 # By the ends of names. Those of the first are texts as a whole, but not line by line.
 _OF_LINES = {
     **dict.fromkeys((".yaml", ".yml"), "YAML"),
@@ -231,6 +228,8 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
         return _standard_input(fields, max_chars)
     path = Path(source)
     if path.is_dir():
+        if what := dataset_folder(path):
+            raise ConfigError(f"{path} is {what}")
         files, left_out = _files(path)
         if not files:
             why = f" that can be read ({next(iter(left_out.values()))})" if left_out else ""
@@ -269,6 +268,9 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
             for name in folders
             if Path(root, name).is_symlink()
         }
+        saved = {Path(root, name): what for name in folders if (what := dataset_folder(Path(root, name)))}
+        left_out |= saved
+        folders[:] = [name for name in folders if Path(root, name) not in saved]
         for path in (Path(root, name) for name in names if not name.startswith(".")):
             if path.is_file():
                 paths.append(path)
@@ -330,17 +332,17 @@ def _no_documents(path: Path) -> str:
         return f"{what}, and no text: {_TEXTS}"
     try:
         with _opened(path) as stream:
-            begin = stream.read(64)
+            begin = stream.read(BEGIN_BYTES)
     except Exception:  # a damaged archive fails in several ways
         return ""
     if kind == "json":  # of .jsonl a line may be an array, and is a bad one
-        return _NO_ARRAYS if _suffix(path) == ".json" and _text_of(begin).startswith(b"[") else ""
-    found = next((what for mark, what in _NO_TEXTS.items() if begin.startswith(mark)), "")
+        if is_spread_json(begin):
+            return ONE_OBJECT
+        if _suffix(path) == ".json" and without_mark(begin).startswith(b"["):
+            return ONE_ARRAY
+    # Lines that happen to be valid would be scored, and the others called bad.
+    found = kind_of_bytes(begin) if _zipped(path) else kind_of(path)
     return found and f"{found}, and no text: {_TEXTS}"
-
-
-def _text_of(begin: bytes) -> bytes:
-    return begin.removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
 def _zipped(path: Path) -> bool:
@@ -382,9 +384,11 @@ def _most_bytes(compressed: int) -> int:
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
     stream: Any = sys.stdin.buffer
-    begin = _text_of(stream.peek(1))  # of an interactive terminal, too, this waits for the first line
-    if begin.startswith(b"[") and _text_of(begin[1:]).startswith(b"{"):
-        raise ConfigError(f"standard input is {_NO_ARRAYS}")
+    begin = without_mark(stream.peek(1))  # of an interactive terminal, too, this waits for the first line
+    if begin.startswith(b"[") and without_mark(begin[1:]).startswith(b"{"):
+        raise ConfigError(f"standard input is {ONE_ARRAY}")
+    if is_spread_json(begin):
+        raise ConfigError(f"standard input is {ONE_OBJECT}")
     yield from _lines(stream, "stdin", begin.startswith(b"{"), fields, max_chars)
 
 

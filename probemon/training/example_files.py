@@ -17,6 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.extras import import_arrow
+from probemon.core.file_kinds import (
+    BEGIN_BYTES,
+    ONE_ARRAY,
+    ONE_OBJECT,
+    dataset_folder,
+    is_spread_json,
+    kind_of,
+    without_mark,
+)
 from probemon.core.first_sentence import first_sentence
 from probemon.core.strict_json import loads
 from probemon.core.yaml_text import read_yaml
@@ -50,8 +59,12 @@ def _mapping(item: Any, where: str) -> tuple[str, Mapping[str, Any]]:
 def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     suffix = path.suffix.lower()
     if not path.is_file():
-        raise TrainingError(f"{path} is a folder: give its files" if path.is_dir() else _no_such_file(path))
+        if not path.is_dir():
+            raise TrainingError(_no_such_file(path))
+        dataset = dataset_folder(path)
+        raise TrainingError(f"{path} is {dataset}" if dataset else f"{path} is a folder: give its files")
     try:
+        _check_kind(path, suffix)
         if suffix in _JSON:
             yield from _json_lines(path)
         elif suffix in _TABLES:
@@ -74,6 +87,22 @@ def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise TrainingError(f"{path.name} is no table of texts ({error}): is a quote left open?") from None
     except OSError as error:
         raise TrainingError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _check_kind(path: Path, suffix: str) -> None:
+    """Raise `TrainingError` for a file that is of another kind than its name says, and names the remedy."""
+    with path.open("rb") as stream:
+        begin = stream.read(BEGIN_BYTES)
+    if suffix == ".gz":
+        raise TrainingError(f"{path.name} is compressed by gzip: decompress it (gunzip -k {path.name})")
+    if suffix == ".parquet":
+        return  # whose reader says what is wrong
+    if suffix in _JSON and is_spread_json(begin):
+        raise TrainingError(f"{path.name} is {ONE_OBJECT}")
+    if suffix == ".json" and without_mark(begin).startswith(b"["):
+        raise TrainingError(f"{path.name} is {ONE_ARRAY}")
+    if suffix in (*_JSON, *_TABLES, *_YAML) and (kind := kind_of(path)):
+        raise TrainingError(f"{path.name} is {kind}, and no table of texts: write its rows as .jsonl")
 
 
 def _no_such_file(path: Path) -> str:

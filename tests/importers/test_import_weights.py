@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from probemon.cli.packs import read_object
 from probemon.core.strict_json import loads
 from probemon.errors import ConfigError, ImportRefused
-from probemon.importers.foreign_files import parse_json, read_json
+from probemon.importers.foreign_files import parse_json, read_json, read_safetensors
 from probemon.importers.hatcat import import_pack
 from probemon.importers.weights import Folder, load_bank, load_state_dict
 
@@ -26,6 +27,34 @@ def test_a_download_that_was_cut_short_is_not_told_as_an_attack(tmp_path, share)
             ImportRefused, match=r"x\.pt is cut short or damaged: a zip without its end: fetch it again"
         ):
             read(tmp_path / "x.pt")
+
+
+OTHERS = {
+    "probes.npz": (lambda path: np.savez(path, a=np.ones(3)), r"is arrays of NumPy \(\.npz\).*numpy\.load"),
+    "probes.npy": (lambda path: np.save(path, np.ones(3)), r"is an array of NumPy \(\.npy\).*numpy\.load"),
+    "probes.pt": (lambda path: torch.save({"a": torch.ones(3)}, path), r"is a file of torch\.save.*torch\.load"),
+    "probes.gguf": (
+        lambda path: path.write_bytes(b"GGUF\x03\0\0\0" + bytes(64)),
+        "is tensors of llama.cpp.*GGUFReader",
+    ),
+    "probes.h5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)), "is HDF5"),
+    "model.safetensors.index.json": (lambda path: path.write_text('{"weight_map": {}}'), "index of weights in several"),
+    "probes.bin": (lambda path: path.write_bytes(b"some other format" * 9), "give a file that safetensors"),
+}
+
+
+@pytest.mark.parametrize("named", [None, "as.safetensors"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path, name, named):
+    write, said = OTHERS[name]
+    write(tmp_path / name)
+    if named and not name.endswith(".json"):
+        (tmp_path / name).rename(tmp_path / (name := named))
+    with pytest.raises(ImportRefused, match=said):
+        read_safetensors(tmp_path / name)
+    if name.endswith(".safetensors"):
+        with pytest.raises(ImportRefused, match="header too large" if said.startswith("give") else said):
+            load_state_dict(tmp_path / name)
 
 
 def test_an_empty_file_is_said_to_be_empty(tmp_path):

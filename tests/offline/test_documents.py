@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, TrainingError
 from probemon.offline.documents import count_documents, read_documents
+from probemon.training.example_files import read_rows
 
 
 def told(source, **options):
@@ -65,7 +66,7 @@ def test_a_folder_is_every_file_in_order(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "three"}\n', encoding="utf-8")
     (tmp_path / "d.parquet").write_bytes(b"broken")
     (tmp_path / ".hidden").write_text("no", encoding="utf-8")
-    (tmp_path / "e.dat").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "e.dat").write_bytes(b"\x88PNG\xff")
     found = told(tmp_path)
     assert [(i, name, text) for i, name, text, _ in found] == [
         (0, "a.md", "two"),
@@ -388,6 +389,10 @@ def test_a_table_in_text_is_not_taken_for_documents(tmp_path, name):
     [
         ("mails.json", b'[\n  {"text": "whales"},\n  {"text": "ships"}\n]\n', "one JSON array"),
         ("mails.json.gz", gzip.compress(b'\xef\xbb\xbf[{"text": "whales"}]', mtime=0), "one JSON array"),
+        ("run.json", b'{\n  "text": "whales",\n  "n": [\n    1\n  ]\n}\n', "one JSON object over several lines"),
+        ("run.jsonl", b'{\n  "text": "whales"\n}\n{\n  "text": "ships"\n}\n', "one JSON object over several lines"),
+        ("mails.arrow", b"\xff\xff\xff\xff\x88\0\0\0\nwhales\n", "an Arrow stream, as `datasets` saves"),
+        ("mails.bin", b"GGUF\x03\0\0\0\nwhales\n", "tensors of llama.cpp"),
         ("mails.pdf", b"%PDF-1.4\n1 0 obj\n<< /Type /Page >>\n\x80\nendobj\n", "a PDF"),
         ("mails.docx", b"PK\x03\x04\n\x80\nword\n", "a zip archive"),
         ("mails.rtf", b"{\\rtf1 whales\n}\n", "rich text"),
@@ -405,6 +410,29 @@ def test_a_file_whose_lines_are_no_documents_is_refused(tmp_path, name, data, wh
         list(read_documents(path))
     read = {document.id: document for document in read_documents(tmp_path / "folder")}
     assert len(read) == 2 and read["note.txt"].text == "ships" and what in read[name].reason
+
+
+def test_json_lines_whose_first_is_cut_off_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "wha\n{"text": "ships"}\n')
+    assert [text for _, _, text, _ in told(tmp_path / "a.jsonl")] == ["", "ships"]
+
+
+@pytest.mark.parametrize("save", ["a dataset", "a dict of them"])
+def test_a_folder_of_datasets_is_named_with_its_remedy_and_the_remedy_works(tmp_path, save):
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list([{"text": "whales"}, {"text": "ships"}])
+    place = tmp_path / "folder/saved"
+    (dataset if save == "a dataset" else datasets.DatasetDict(train=dataset)).save_to_disk(str(place))
+    (tmp_path / "folder/note.txt").write_text("sea")
+    with pytest.raises(ConfigError, match=r"is a folder of `datasets` \(save_to_disk\): write it as parquet") as error:
+        list(read_documents(place))
+    read = {document.id: document for document in read_documents(tmp_path / "folder")}
+    assert list(read) == ["note.txt", "saved"] and "load_from_disk" in read["saved"].reason
+    with pytest.raises(TrainingError, match="load_from_disk"):
+        list(read_rows(place))
+    remedy = str(error.value).split(" by ")[1].replace("'saved.parquet'", "path")
+    eval(remedy, {"datasets": datasets, "path": str(tmp_path / "made.parquet")})
+    assert [text for _, _, text, _ in told(tmp_path / "made.parquet")] == ["whales", "ships"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What examples say: every format gives the same labels, what follows from the hierarchy is there; errors name rows."""
 
+import gzip
 import json
 
 import numpy as np
@@ -183,6 +184,14 @@ def test_a_wrong_row_is_named(rows, said):
         read_examples(rows)
 
 
+@pytest.mark.parametrize("row", [{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
+def test_rows_without_a_concept_are_refused_whatever_is_exclusive(row):
+    for exclusive in (False, True):
+        with pytest.raises(TrainingError, match=r"^no row names a concept \(10 rows, the first is example 0\)"):
+            read_examples([row] * 10, exclusive=exclusive)
+    assert read_examples([row], labelled=False).concepts == {}
+
+
 def test_nothing_is_made_of_what_is_missing():
     """Nulls, empty cells and no numbers are no labels, and texts without a group are not one group."""
     nan = float("nan")
@@ -232,6 +241,14 @@ def test_a_circle_and_a_contradiction_are_told():
         ("a.yaml", "- {id: a, examples: [b]}\n- {id: c, parents: [a, a], examples: [d]}", "parent 'a' twice"),
         ("a.jsonl", '{"text": "a", "labels": ["b\\u0007"]}', "a text without control characters"),
         ("a.docx", "", "its kind is unknown"),
+        (
+            "a.json",
+            '[\n  {"text": "b"}\n]\n',
+            r"^a.json is one JSON array: write one object a line \(jq -c '\.\[\]' does",
+        ),
+        ("a.json", '{\n  "text": "b"\n}\n', "^a.json is one JSON object over several lines"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0), "is compressed by gzip: decompress it"),
+        ("a.csv", b"PK\x03\x04 and more", "^a.csv is a zip archive"),
         ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
     ],
 )

@@ -234,12 +234,25 @@ class Analysis:
         )
         return record if is_whole else None
 
-    def reopen(self, index: int) -> None:
-        """Say that it is not complete where it was and shard `index` is missing, since its input has grown."""
-        if self.complete:
-            with self._lock("finish", fcntl.LOCK_EX), self._writing():
-                if self.shard(index) is None:  # another process may have written it, and finished
-                    self._reopen()
+    def is_last(self, index: int) -> bool:
+        """True if no shard beyond `index` has been written."""
+        return not any(int(path.stem) > index for path in (self.directory / SHARDS).glob("[0-9]*.json"))
+
+    def shard_documents(self, index: int) -> list[dict[str, Any]]:
+        """Return the id, number of characters and, where it is kept, text of each document of a shard."""
+        columns = ["doc_id", "n_chars", "text"]
+        rows: list[dict[str, Any]] = read_table(self._path(index, "documents.parquet"), columns).to_pylist()
+        return rows
+
+    def reopen(self, index: int, digest: str) -> None:
+        """Say that it is not complete where it was, and shard `index` is missing or of fewer documents than those of
+        `digest`, since its input has grown.
+        """
+        with self._lock("finish", fcntl.LOCK_EX), self._writing():
+            record = self.shard(index)  # another process may have written it, and finished
+            if record is None or record["digest"] != digest:
+                self._reopen()
+                self._path(index, "json").unlink(missing_ok=True)
 
     def _reopen(self) -> None:
         if self.complete:
@@ -257,7 +270,7 @@ class Analysis:
                 stacklevel=3,
             )
             self._elsewhere = ()
-        self.reopen(index)
+        self.reopen(index, about["digest"])
         with self._writing():
             (self.directory / SHARDS).mkdir(exist_ok=True)
             sizes = {name: write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
@@ -298,10 +311,10 @@ class Analysis:
         if any(shard is None for shard in shards):
             self._reopen()
             return False
-        if self.shard(n_shards) is not None:
+        beyond = self.shard(n_shards)
+        if beyond is not None:
             raise ConfigError(
-                f"{self.directory} has more shards than this input ({n_shards}): documents were taken away since. Give"
-                " another folder"
+                f"documents from {beyond['first']} on are gone since {self.directory} was begun: give another folder"
             )
         for name in ("documents", "summary"):
             self._merge(name, n_shards)

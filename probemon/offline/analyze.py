@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ def analyze(
 
     - `documents`, `text_field`, `id_field`, `max_chars`: as in `probemon.offline.documents`; rows of chats are rendered
       by the model's chat template.
-    - `resume`: go on with what is there, which has to be of the same documents and settings.
+    - `resume`: go on with what is there, which has to be of the same settings and documents. More may come after
+      them: then those are scored, and the last shard anew where it was not full, so that rows are those of one run.
     - `floor`: a score, or "fired" for each concept's alert threshold.
     - `keep_text`: whether texts and tokens are written.
     - `rank`, `world_size`: of several processes on one file system. Each takes every `world_size`-th shard; the one
@@ -100,7 +101,7 @@ def analyze(
                 digests.append(shard.digest)
                 known = check_known(analysis, shard)
                 if known is None:  # also where another rank is to make it
-                    analysis.reopen(shard.index)
+                    analysis.reopen(shard.index, digests[-1])
                 if known is None and shard.index % world_size == rank:
                     yield shard
                 elif progress is not None:
@@ -142,15 +143,33 @@ def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
 
 
 def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
-    """Return `analysis.shard`. Raises `ConfigError` where the shard that is there is of other documents."""
+    """Return `analysis.shard`; None also where documents were appended to it, so that it is made anew.
+
+    Raises `ConfigError` where the shard that is there is of other documents.
+    """
     record = analysis.shard(shard.index)
-    if record is not None and record["digest"] != shard.digest:
-        last = record["first"] + max(record["n_documents"], len(shard.documents)) - 1
-        raise ConfigError(
-            f"documents {record['first']} to {last} have changed since {analysis.directory} was begun: give another"
-            " folder"
-        )
-    return record
+    if record is None or record["digest"] == shard.digest:
+        return record
+    n_before = record["n_documents"]
+    has_grown = n_before < len(shard.documents) and record["digest"] == shard.digest_of(n_before)
+    if has_grown and analysis.is_last(shard.index):
+        return None
+    raise ConfigError(f"{_changed(analysis, record, shard)} since {analysis.directory} was begun: give another folder")
+
+
+def _changed(analysis: Analysis, record: Mapping[str, Any], shard: Shard) -> str:
+    """Say which documents of a shard have changed or are gone, as far as the tables that are there tell."""
+    first, n_before, n_now = record["first"], record["n_documents"], len(shard.documents)
+    for before, now in zip(analysis.shard_documents(shard.index), shard.documents, strict=False):
+        is_same = (before["doc_id"], before["n_chars"]) == (now.id, len(now.text))
+        if not is_same or (not now.reason and before["text"] not in (None, now.text)):
+            return f"document {now.index} (id {now.id!r:.100}) has changed"
+    if n_now < n_before and shard.is_last:
+        gone = f"document {first + n_now} is" if n_now + 1 == n_before else f"documents from {first + n_now} on are"
+        return f"{gone} gone"
+    if n_now != n_before:  # a shard ends before a document that is too long for it
+        return f"document {first + min(n_now, n_before)} has changed"
+    return f"one of the documents {first} to {first + n_now - 1} has changed"
 
 
 def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:

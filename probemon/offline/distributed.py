@@ -182,8 +182,9 @@ class _Worker:
                 if index == _NO_SHARD:
                     add_row(0, 0, "", "")
                     continue
-                self._analysis.reopen(index)
-                for scored in self._scorer.score([_spooled(self._analysis.directory, index)]):
+                shard = _spooled(self._analysis.directory, index)
+                self._analysis.reopen(index, shard.digest)
+                for scored in self._scorer.score([shard]):
                     write(self._analysis, self._tables, scored)
                     add_row(len(scored.documents), int(scored.ptr[-1]), "", "")
         except ProbemonError as error:  # as a row, since Ray brings back the text alone of an exception

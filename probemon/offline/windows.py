@@ -124,15 +124,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """Documents that are analysed, written and resumed as one; `digest` hashes what their rows say, and reasons."""
+    """Documents that are analysed, written and resumed as one; `is_last`: the input ends with them."""
 
     index: int
     documents: tuple[Document, ...]
+    is_last: bool = False
 
     @property
     def digest(self) -> str:
+        """Hash of the ids of the documents, of what their rows say, and of the reasons."""
+        return self.digest_of(len(self.documents))
+
+    def digest_of(self, n_documents: int) -> str:
+        """Return the digest that a shard of the first `n_documents` of these has."""
         sha = hashlib.sha256()
-        for document in self.documents:
+        for document in self.documents[:n_documents]:
             for part in (str(document.index), document.id, document.said, document.reason):
                 data = part.encode("utf-8", "surrogatepass")
                 sha.update(f"{len(data)}:".encode())
@@ -224,4 +230,4 @@ def shards(documents: Iterable[Document]) -> Iterator[Shard]:
         held.append(document)
         n_chars += len(document.said)
     if held or not index:  # an input without documents is one shard of none
-        yield Shard(index, tuple(held))
+        yield Shard(index, tuple(held), is_last=True)

@@ -139,8 +139,8 @@ class HeldTensors:
 
     def _no_memory(self) -> PackError:
         return PackError(
-            f"{self.file.path} does not fit into the memory that this process may take ({self.file.size:,} bytes): raise"
-            " its limit (ulimit -v), or make the pack smaller (probemon quantize, probemon pack subset)"
+            f"{self.file.path} does not fit into the memory that this process may take ({self.file.size:,} bytes):"
+            " raise its limit (ulimit -v), or make the pack smaller (probemon quantize, probemon pack subset)"
         )
 
     def _views(self, raw: np.ndarray) -> dict[str, Tensor]:

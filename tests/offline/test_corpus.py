@@ -396,18 +396,12 @@ def test_nothing_is_done_twice(model, manager, tokenizer, tmp_path):
 def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_path):
     out = tmp_path / "out"
     analyze(manager, model, tokenizer, corpus(), out, reading=SMALL)
-    before, _ = tables(out)
     with pytest.raises(ConfigError, match="resume=True"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL)
     with pytest.raises(ConfigError, match=r"floor was 'fired', now 0\.5"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True, floor=0.5)
     with pytest.raises(ConfigError, match=r"reading\.window\.overlap was 6, now 5"):
         analyze(manager, model, tokenizer, corpus(), out, reading=Reading(Window(24, 5), 100, 5), resume=True)
-    with pytest.raises(ConfigError, match="documents 7 to 13 have changed"):
-        analyze(manager, model, tokenizer, [*corpus()[:8], "other", *corpus()[9:]], out, reading=SMALL, resume=True)
-    with pytest.raises(ConfigError, match="taken away"):
-        analyze(manager, model, tokenizer, corpus()[:14], out, reading=SMALL, resume=True)
-    assert tables(out)[0] == before
     manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").write_text(
         json.dumps({**manifest, "complete": False, "environment": {**manifest["environment"], "threads": 99}})
@@ -424,6 +418,113 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
         analyze(manager, model, tokenizer, corpus(), tmp_path / "full", resume=True)
     with Analysis.open(out, unfinished=True).locked(), pytest.raises(ConfigError, match="another process"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
+
+
+def _changed(rows, at, **fields):
+    """The rows with one of them replaced; without fields it is left out."""
+    return [*rows[:at], *([{**rows[at], **fields}] if fields else []), *rows[at + 1 :]]
+
+
+@pytest.fixture(scope="module")
+def analysed(manager, model, tokenizer, tmp_path_factory):
+    """Folders of analyses of 31 documents, with their texts and without."""
+    made = tmp_path_factory.mktemp("analysed")
+    with mock.patch("probemon.offline.windows.SHARD_DOCUMENTS", 7):
+        for keep_text in (True, False):
+            analyze(manager, model, tokenizer, corpus()[:31], made / f"{keep_text}", reading=SMALL, keep_text=keep_text)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "without_text"),
+    [
+        (lambda rows: _changed(rows, 8, text="other"), r"document 8 \(id 'd7'\) has changed", ""),
+        (lambda rows: _changed(rows, 8, id="other"), r"document 8 \(id 'other'\) has changed", ""),
+        (
+            lambda rows: _changed(rows, 8, text=rows[8]["text"][::-1]),
+            r"document 8 \(id 'd7'\) has changed",
+            "one of the documents 7 to 13 has changed",
+        ),
+        (lambda rows: _changed(rows, 8), r"document 8 \(id 'd8'\) has changed", ""),
+        (lambda rows: rows[:8] + rows[7:], r"document 8 \(id 'd6'\) has changed", ""),
+        (lambda rows: _changed(rows, 2, text="a" * 250_001), "document 2 has changed", ""),
+        (lambda rows: rows[:-1], "document 30 is gone", ""),
+        (lambda rows: rows[:16], "documents from 16 on are gone", ""),
+        (lambda rows: rows[:14], "documents from 14 on are gone", ""),
+        (lambda rows: [], "documents from 0 on are gone", ""),
+    ],
+)
+def test_documents_that_changed_or_are_gone_are_named_and_nothing_is_touched(
+    manager, model, tokenizer, analysed, change, said, without_text
+):
+    for keep_text in (True, False):
+        out = analysed / f"{keep_text}"
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        named = said if keep_text else without_text or said
+        with pytest.raises(ConfigError, match=rf"^{named} since .*/{keep_text} was begun: give another folder"):
+            analyze(
+                manager, model, tokenizer, change(corpus()[:31]), out, reading=SMALL, keep_text=keep_text, resume=True
+            )
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("sizes", [(30, 34), (0, 1, 7, 8), (6, 14, 20)])
+def test_a_corpus_grows_to_the_files_of_one_run_over_all(manager, model, tokenizer, tmp_path, sizes):
+    """The last shard may have been full, or not; what was whole before it is not scored again."""
+    rows = [*corpus(), *({"text": text, "id": f"e{i}"} for i, text in enumerate(random_texts(4, seed=1)))]
+    analyze(manager, model, tokenizer, rows[: sizes[-1]], tmp_path / "one", reading=SMALL)
+    scored: list[int] = []
+    for before, now in zip((0, *sizes), sizes, strict=False):
+        with mock.patch.object(
+            offline, "write", lambda *args, write=offline.write: (scored.append(args[2].shard.index), write(*args))
+        ):
+            scored.clear()
+            analyze(manager, model, tokenizer, rows[:now], tmp_path / "grown", reading=SMALL, resume=True)
+        assert scored == list(range(before // 7, max(1, -(-now // 7)))), (before, now)
+    one, grown = (
+        {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("[!.]*") if path.is_file()}
+        for out in (tmp_path / "one", tmp_path / "grown")
+    )
+    assert one == grown
+    assert tables(tmp_path / "one") == tables(tmp_path / "grown")
+
+
+def test_several_processes_share_a_corpus_that_has_grown(manager, model, tokenizer, tmp_path):
+    """The one whose part the shard is not leaves it to the other, and does not complete what is there."""
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "one", reading=SMALL)
+    analyze(manager, model, tokenizer, corpus()[:9], tmp_path / "two", reading=SMALL)
+    for rank in (0, 1):  # the shard that was not full is of rank 1
+        made = analyze(
+            manager, model, tokenizer, corpus(), tmp_path / "two", reading=SMALL, rank=rank, world_size=2, resume=True
+        )
+        assert made.complete == (rank == 1)
+    assert tables(tmp_path / "one") == tables(tmp_path / "two")
+
+
+def test_a_run_that_was_killed_at_the_shard_that_grew_goes_on(manager, model, tokenizer, tmp_path, monkeypatch):
+    """Its record went first, so that no reader takes tables of two inputs for one shard."""
+    out, rows = tmp_path / "out", corpus()
+    analyze(manager, model, tokenizer, rows[:9], out, reading=SMALL)
+    for n_tables in (0, 3, 4):
+        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+            left = iter([analysis_folder.write_table] * n_tables)
+            broken.setattr(analysis_folder, "write_table", lambda *a, left=left: next(left, _interrupted)(*a))
+            broken.setattr(analysis_folder, "write_json", _no_record)
+            analyze(manager, model, tokenizer, rows[:12], out, reading=SMALL, resume=True)
+        assert not (out / "shards/00001.json").exists()
+    analyze(manager, model, tokenizer, rows[:9], out, reading=SMALL, resume=True)
+    analyze(manager, model, tokenizer, rows[:9], tmp_path / "one", reading=SMALL)
+    assert tables(out) == tables(tmp_path / "one")
+
+
+def _interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def _no_record(path, value, write=analysis_folder.write_json):
+    if path.parent.name == "shards":
+        raise KeyboardInterrupt
+    write(path, value)
 
 
 @pytest.mark.parametrize("other", ["descent", "exhaustive"])
@@ -696,7 +797,7 @@ def test_a_shard_that_another_process_wrote_meanwhile_does_not_reopen_what_that_
     analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")
     late = Analysis.open(tmp_path / "out")
     analyze(manager, model, tokenizer, ["abc", "cab", "bac"], tmp_path / "out", resume=True)
-    late.reopen(1)
+    late.reopen(1, json.loads((tmp_path / "out/shards/00001.json").read_text())["digest"])
     assert Analysis.open(tmp_path / "out").manifest["totals"]["documents"] == 3
 
 

@@ -2,6 +2,7 @@
 
 n_cached(cache, given)             # before a forward; given: its arguments, by name
 counted_columns(cache)             # 0 for a cache that does not count them
+check_layers(cache)                # AlignmentError if a forward on it was broken off
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import StaticCache
+from transformers.cache_utils import DynamicLayer
 
-from probemon.errors import NotSupportedDecoding
-from probemon.host.internals import decoder_cache
+from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.host.internals import cache_layers, decoder_cache
 
 
 def n_cached(cache: Any, given: Mapping[str, Any]) -> int:
@@ -40,3 +42,25 @@ def counted_columns(cache: Any) -> int:
         return 0 if cache is None else int(cache.get_seq_length())
     except ValueError:
         return 0
+
+
+def check_layers(cache: Any) -> None:
+    """Raise `AlignmentError` for a cache whose first layers have more columns than the others: an error or an interrupt
+    ended a forward between them.
+
+    Layers of other lengths in another order (of cross attention, say) are a model's own.
+    """
+    lengths = [length for layer in cache_layers(decoder_cache(cache)) if (length := _columns_of(layer)) is not None]
+    n_written = next((i for i, length in enumerate(lengths) if length < lengths[0]), 0)
+    if n_written and len(set(lengths[n_written:])) == 1 and set(lengths[:n_written]) == {lengths[0]}:
+        raise AlignmentError(
+            f"{n_written} of the cache's {len(lengths)} layers have {lengths[0]} columns and the others {lengths[-1]},"
+            " since a forward was broken off by an error or an interrupt: start with a fresh cache"
+        )
+
+
+def _columns_of(layer: Any) -> int | None:
+    """Return how many columns a layer of a cache holds; None for one that does not count them by itself."""
+    if not isinstance(layer, DynamicLayer) and not hasattr(layer, "cumulative_length"):
+        return None  # static ones of older transformers count keys that are not zero
+    return int(layer.get_seq_length())

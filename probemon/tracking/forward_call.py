@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from probemon.errors import NotSupportedDecoding
-from probemon.host.cache import n_cached
+from probemon.host.cache import check_layers, n_cached
 from probemon.host.packed_rows import sequence_starts
 from probemon.tracking.align import Forward, Ints
 from probemon.tracking.generation import Generation
@@ -21,9 +21,12 @@ from probemon.tracking.generation import Generation
 def read_forward(given: Mapping[str, Any], generation: Generation | None, decoder: Any) -> tuple[Forward, Any]:
     """Return the forward that has the arguments `given`, by name, of a decoder, and its cache.
 
-    `generation` is None for a plain forward. Raises `NotSupportedDecoding`.
+    `generation` is None for a plain forward. Raises `NotSupportedDecoding`, and `AlignmentError` for a cache on which a
+    forward was broken off.
     """
     ids, cache = given.get("input_ids"), given.get("past_key_values")
+    if cache is not None and (generation is None or generation.by_hand):  # generate() is checked when it begins
+        check_layers(cache)
     start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
         if generation is None or (generation.by_hand and generation.ids is None):

@@ -30,7 +30,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.errors import ConfigError, NotSupportedDecoding
-from probemon.host.cache import counted_columns
+from probemon.host.cache import check_layers, counted_columns
 from probemon.host.internals import attention_kind, cache_layers, decoder_cache, generation_config, tensors_of
 from probemon.host.model import is_encoder_decoder
 from probemon.host.trials import CACHES
@@ -73,7 +73,8 @@ class GenerateCall:
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateCall:
     """Read where the prompt of `model.generate(*args, **kwargs)` ends, and how it goes on.
 
-    Raises `NotSupportedDecoding` for a mode that could not be attributed, `ConfigError` for an empty prompt.
+    Raises `NotSupportedDecoding` for a mode that could not be attributed, `ConfigError` for an empty prompt, and
+    `AlignmentError` for a cache on which a forward was broken off.
     """
     if type(model).generate is not GenerationMixin.generate:
         raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
@@ -99,6 +100,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
+    check_layers(cache)
     config = generation_config(model, given.get("generation_config"), extra)
     mode = _check_config(config, given)
     options: dict[str, Any] = {

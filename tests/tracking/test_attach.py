@@ -173,6 +173,44 @@ def test_turn_after_a_cropped_cache_takes_no_column_twice(manager, model):
     check(manager, model, run.result(third), 0, third[0].tolist(), 0, [(5, 2), (3, 2), (2, 1)])
 
 
+@pytest.mark.parametrize("step", [0, 4])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_cache_of_a_forward_that_was_broken_off_is_refused(manager, model, error, step):
+    """It has columns that only some layers have run."""
+    greedy = {"do_sample": False, **NO_EOS}
+    whole = model.generate(PROMPT, max_new_tokens=8, **greedy)
+    cache, n_steps = DynamicCache(config=model.config), iter(range(step))
+
+    def break_off(*_):
+        if next(n_steps, None) is None:
+            raise error
+
+    def by_hand(ids):
+        with run.generating(from_column=ids.shape[1]):
+            model(ids, past_key_values=cache)
+
+    with manager.attach(model) as run:
+        hook = model.model.layers[1].register_forward_hook(break_off)
+        with pytest.raises(error):
+            model.generate(PROMPT, max_new_tokens=8, past_key_values=cache, **greedy)
+        hook.remove()
+        begun, sure = whole[:, : 5 + step], 5 + step - 1 if step else 0
+        assert [layer.get_seq_length() for layer in cache.layers] == [5 + step, 5 + step, sure]
+        for go_on in (
+            lambda: model.generate(
+                torch.cat([begun, PROMPT], dim=1), past_key_values=cache, max_new_tokens=2, **greedy
+            ),
+            lambda: model(PROMPT[:, :1], past_key_values=cache),
+            lambda: by_hand(PROMPT[:, :1]),
+        ):
+            with pytest.raises(
+                AlignmentError, match=rf"^2 of the cache's 3 layers have {5 + step} columns .* {sure}, since"
+            ):
+                go_on()
+        fresh = model.generate(PROMPT, max_new_tokens=8, past_key_values=DynamicCache(), **greedy)
+    check(manager, model, run.result(fresh), 0, fresh[0].tolist(), 0, [(5, 7)])
+
+
 def test_several_sequences_a_prompt(manager, model):
     torch.manual_seed(5)
     _, result, out = watch(

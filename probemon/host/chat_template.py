@@ -82,10 +82,14 @@ def render(
     - `date`: the day that the template is told, as YYYY-MM-DD; None for today
     """
     template = _Template(tokenizer, list(tools) if tools else None, None if date is None else parse_date(date))
-    said, refusals = normalised(messages), list[ChatRefused]()
+    said, refusals, texts = normalised(messages), list[ChatRefused](), set[str]()
     for form in forms(said, template.source):
         try:
-            text = _checked(template, form, said, add_generation_prompt)
+            text = _text(template, form, said, add_generation_prompt)
+            if text in texts:  # as it was in another form, and refused
+                continue
+            texts.add(text)
+            _check(template, form, said, add_generation_prompt, text)
         except ChatRefused as refusal:
             refusals.append(refusal)
         else:
@@ -137,16 +141,24 @@ class _Template:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=prompting, **how)
 
 
-def _checked(template: _Template, form: Form, said: Messages, prompting: bool) -> str:
-    """Return the text of a chat in a form. Raises `ChatRefused` where it is not what was said."""
+def _text(template: _Template, form: Form, said: Messages, prompting: bool) -> str:
+    """Return the text of a chat in a form. Raises `ChatRefused` where the template does."""
 
     def write(messages: Messages) -> str:
         return template.write(form.of(messages), prompting)
 
     try:
-        text = write(said)
+        return write(said)
     except Exception as error:  # a template is a program of the model's own
         raise _refused(write, said, error) from error
+
+
+def _check(template: _Template, form: Form, said: Messages, prompting: bool, text: str) -> None:
+    """Raise `ChatRefused` where the text of a chat in a form is not what was said."""
+
+    def write(messages: Messages) -> str:
+        return template.write(form.of(messages), prompting)
+
     if template.tools is not None and not _changes(
         lambda messages: template.write(form.of(messages), prompting, with_tools=False), said, text
     ):
@@ -161,7 +173,6 @@ def _checked(template: _Template, form: Form, said: Messages, prompting: bool) -
         )
     _check_arguments(write, said, form)
     _check_empty(write, said, text)
-    return text
 
 
 def _refused(write: Callable[[Messages], str], said: Messages, error: Exception) -> ChatRefused:
@@ -173,7 +184,10 @@ def _refused(write: Callable[[Messages], str], said: Messages, error: Exception)
         return ChatRefused(
             f"the chat template takes only objects, and messages[{at}].{part} is no JSON object: give one", at, part
         )
-    at = next((n for n in range(len(said) - 1, 0, -1) if _renders(write, said[:n])), 0)
+    at, end = 0, len(said)  # the template takes the messages before `at`, and raises on those before `end`
+    while end - at > 1:
+        middle = (at + end) // 2
+        at, end = (middle, end) if _renders(write, said[:middle]) else (at, middle)
     reason = " ".join(str(error).split())[:300]
     return ChatRefused(
         f"the chat template does not take messages[{at}], with the role {said[at].get('role')!r}: {reason}", at

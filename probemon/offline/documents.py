@@ -240,9 +240,9 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
     refused = _no_documents(path)
     if refused:
         raise ConfigError(f"{path} is {refused}")
-    if what := _OF_LINES.get(_suffix(path)):
+    if kind := _OF_LINES.get(_suffix(path)):
         raise ConfigError(
-            f"{path} is {what}, and of one file each line is a document: write its texts as .jsonl, name it .txt if its"
+            f"{path} is {kind}, and of one file each line is a document: write its texts as .jsonl, name it .txt if its"
             " lines are meant, or give its folder, in which each file is one document"
         )
     if _kind(path) == "parquet":

@@ -760,15 +760,21 @@ MUTATIONS = [
     ),
     (
         "host/changes.py",
-        "if last is not None and last[1].writes == writes and not last[1].tuners:",
-        "if last is not None and last[1].writes == writes:",
+        "if last is not None and last[1].writes == writes and last[1].settings is settings and not last[1].tuners:",
+        "if last is not None and last[1].writes == writes and last[1].settings is settings:",
         "adapters that were switched are those of before",
     ),
     (
         "host/changes.py",
-        "if last is not None and last[1].writes == writes and not last[1].tuners:",
-        "if last is not None and not last[1].tuners:",
+        "if last is not None and last[1].writes == writes and last[1].settings is settings and not last[1].tuners:",
+        "if last is not None and last[1].settings is settings and not last[1].tuners:",
         "weights that were written to are those of before",
+    ),
+    (
+        "host/changes.py",
+        "if last is not None and last[1].writes == writes and last[1].settings is settings and not last[1].tuners:",
+        "if last is not None and last[1].writes == writes and not last[1].tuners:",
+        "settings of modules that changed are those of before",
     ),
     (
         "host/changes.py",

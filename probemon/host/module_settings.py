@@ -92,7 +92,7 @@ class _Look:
         configurations: dict[int, tuple[str, PretrainedConfig]] = {}  # each once, where it stands first
         for path, module in model.named_modules():
             if uncompiled(module) is module:  # no wrapper of torch.compile's, which has the module inside
-                self._read_module(without_wrappers(path), module, configurations)
+                self._read_module(without_wrappers(f"{path}.").rstrip("."), module, configurations)
         for place, configuration in configurations.values():
             self._read_configuration(place, configuration)
         self._kinds: list[Any] = list(dict.fromkeys(map(type, model.modules())))

@@ -68,6 +68,44 @@ def test_a_hook_is_found_while_it_is_there_with_those_that_run_after_it():
     assert internals.hook_of(layer, handles[0]) is None and internals.hooks_after(layer, handles[0]) == []
 
 
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.n_calls = 2.0, 0
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.register_buffer("kept", torch.ones(2))
+
+    def forward(self, x):
+        def grow():
+            self.register_buffer("table", torch.ones(len(x)), persistent=False)
+
+        self.n_calls += 1
+        grow()
+        return x * self.scale
+
+
+def test_names_that_methods_assign_are_known_from_their_code():
+    assigned, mentioned = internals.names_in_methods(Counts)
+    assert {"n_calls", "table"} <= assigned and not {"scale", "kept"} & assigned and "scale" in mentioned
+    assert internals.own_attributes(Counts()) == ["scale", "n_calls"]
+    assert internals.temporary_buffers(Counts()) == ["table"]
+    assert internals.keeps_statistics(nn.BatchNorm1d(2)) and not internals.keeps_statistics(nn.LayerNorm(2))
+
+
+def test_frequencies_that_a_dynamic_rope_makes_anew_are_known_by_its_kind():
+    rope = nn.Module()
+    assert internals.remade_frequencies(rope) == []
+    for kind, names in {
+        "default": [],
+        "dynamic": ["inv_freq"],
+        "longrope": ["inv_freq"],
+    }.items():
+        rope.rope_type = kind
+        assert internals.remade_frequencies(rope) == names
+    rope.rope_type = {"sliding_attention": "default", "full_attention": "dynamic"}
+    assert internals.remade_frequencies(rope) == ["full_attention_inv_freq"]
+
+
 @pytest.mark.parametrize("name", ["_call_impl", "forward", internals.COMPILED_CALL])
 def test_what_a_call_goes_through_is_known_under_shadows(name, stack, owner):
     layer = nn.Linear(2, 2)

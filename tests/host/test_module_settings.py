@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import hooks
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -26,15 +27,15 @@ def states_of(model):
     def keep(module, args, output):
         seen.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in find_layers(model)[1]]
+    handles = [layer.register_forward_hook(keep) for layer in find_layers(model)[1]]
     decoded = {"decoder_input_ids": IDS[:, 2:9]} if model.config.is_encoder_decoder else {}
     torch.manual_seed(0)
     try:
         with torch.no_grad():
             model(input_ids=IDS, use_cache=False, **decoded)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
     return torch.stack(seen)
 
 
@@ -166,4 +167,30 @@ def test_what_training_and_saving_do_to_a_model_without_dropout_is_no_change(tmp
     model.save_pretrained(tmp_path)
     model.note = "of a user"
     model.eval()
+    assert marks.now().changes(mark) == []
+
+
+def wrap_layers(model):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="eager")
+
+
+HELPERS = {
+    "compile": lambda model: model.compile(backend="eager"),
+    "compiled layers": wrap_layers,
+    "compiled forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+    "accelerate's hook": lambda model: hooks.add_hook_to_module(model.model, hooks.ModelHook()),
+    "static cache": lambda model: model.generate(IDS, cache_implementation="static", **GREEDY),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("helper", HELPERS)
+def test_what_runs_a_model_in_another_way_is_no_change(helper):
+    model = make_model()
+    marks = HostMarks(model)
+    mark = marks.now()
+    HELPERS[helper](model)
+    with torch.no_grad():
+        model(IDS)
     assert marks.now().changes(mark) == []

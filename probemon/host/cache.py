@@ -2,7 +2,7 @@
 
 n_cached(cache, given)             # before a forward; given: its arguments, by name
 counted_columns(cache)             # 0 for a cache that does not count them
-check_layers(cache)                # AlignmentError if a forward on it was broken off
+check_layers(cache, model)         # AlignmentError if a forward on it was broken off
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.host.internals import cache_layers, decoder_cache
+from probemon.host.model import text_config
 
 
 def n_cached(cache: Any, given: Mapping[str, Any]) -> int:
@@ -44,13 +45,15 @@ def counted_columns(cache: Any) -> int:
         return 0
 
 
-def check_layers(cache: Any) -> None:
+def check_layers(cache: Any, model: Any) -> None:
     """Raise `AlignmentError` for a cache whose first layers have more columns than the others: an error or an interrupt
     ended a forward between them.
 
-    Layers of other lengths in another order (of cross attention, say) are a model's own.
+    Layers of other lengths in another order are a model's own, and so are those of cross attention.
     """
-    lengths = [length for layer in cache_layers(decoder_cache(cache)) if (length := _columns_of(layer)) is not None]
+    of_pictures = getattr(text_config(model), "cross_attention_layers", None) or ()
+    layers = [layer for i, layer in enumerate(cache_layers(decoder_cache(cache))) if i not in of_pictures]
+    lengths = [length for layer in layers if (length := _columns_of(layer)) is not None]
     n_written = next((i for i, length in enumerate(lengths) if length < lengths[0]), 0)
     if n_written and len(set(lengths[n_written:])) == 1 and set(lengths[:n_written]) == {lengths[0]}:
         raise AlignmentError(

@@ -26,7 +26,7 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None, decode
     """
     ids, cache = given.get("input_ids"), given.get("past_key_values")
     if cache is not None and (generation is None or generation.by_hand):  # generate() is checked when it begins
-        check_layers(cache)
+        check_layers(cache, decoder)
     start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
         if generation is None or (generation.by_hand and generation.ids is None):

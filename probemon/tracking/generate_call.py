@@ -100,7 +100,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
-    check_layers(cache)
+    check_layers(cache, model)
     config = generation_config(model, given.get("generation_config"), extra)
     mode = _check_config(config, given)
     options: dict[str, Any] = {

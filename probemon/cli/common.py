@@ -145,6 +145,9 @@ def load_aloud(name: str, device: str, dtype: str = "auto", *, reads_texts: bool
     """Call `load_model`, and say on standard error what takes long, or would take less where many texts are read."""
     from rich.text import Text
 
+    from probemon.engine.kernels import check_device
+
+    check_device(device)
     aside = terminal(error=True)
     with aside.status(Text(f"loading {name}")) if aside.is_terminal else nullcontext():
         model, tokenizer = load_model(name, device, aside.print, dtype=dtype)

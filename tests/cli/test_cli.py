@@ -294,6 +294,7 @@ def test_inspect_says_what_is_in_the_pack():
         (["watch", "demo", PACK, "--threads", "-1"], "--threads is -1: give 1 or more"),
         (["watch", "demo", PACK, "--max-new-tokens", "many"], "valid integer"),
         (["watch", "demo", PACK, "--device", "quantum"], "device 'quantum' cannot be used here"),
+        (["watch", "demo", PACK, "--device", "meta"], "device 'meta' cannot be used: tensors on it have no values"),
         (
             ["watch", "other"],
             "PACK is missing: only the model 'demo' has one that comes with probemon, and there is no folder 'other'",

@@ -43,9 +43,12 @@ def check_device(device: str | torch.device) -> torch.device:
     """Return the device. Raises `ConfigError` where torch does not know it or it is not there."""
     try:
         # With its number: the current device may be another one later.
-        return torch.empty(0, device=torch.device(device)).device
+        known = torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises each of these
         raise ConfigError(f"device {device!r} cannot be used here: {first_sentence(error)}") from error
+    if known.type == "meta":
+        raise ConfigError(f"device {device!r} cannot be used: tensors on it have no values. Give cpu or cuda")
+    return known
 
 
 def choose_impl(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -44,8 +44,8 @@ from probemon.cli.watch import watch
 from probemon.core.cache_folders import check_import_folders
 from probemon.errors import ConfigError, ProbemonError
 
-# What a path that was given can be, before anything is known of it.
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+# Of a file that an error does not name: what a machine lacks at any moment, and no defect of a command.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -96,12 +96,23 @@ def callback(
 
 def main() -> None:
     """Run the command line and exit. What it writes passes the border to the terminal (`probemon.cli.terminal`)."""
-    signals.install()
     try:
+        signals.install()
+        _open_closed_streams()
         with border():
             code = _run()
+            try:
+                sys.stdout.flush()
+            except OSError as error:  # a closed pipe (`| head`) ends the program, not with a traceback
+                code = code or _unwritten(error)
+    except KeyboardInterrupt:  # between two lines of this
+        code = 130
     finally:
         signals.settle()
+        try:
+            sys.stdout.flush()
+        except OSError:  # what is left goes nowhere: the interpreter would try again as it ends, and say so
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(signals.received() or code)
 
 
@@ -109,24 +120,26 @@ def _run() -> int:
     """Run the command that was asked for and return its exit status, 2 for an error of ours."""
     try:
         code = app(prog_name="probemon", standalone_mode=False)
-        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except ProbemonError as error:
         say(f"probemon: {in_shell(' '.join(str(error).split()))}", error=True)
         return 2
-    except BrokenPipeError:  # a closed pipe (`| head`) ends the program, not with a traceback
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError as error:
+        return _unwritten(error)
     except KeyboardInterrupt:
         return 130
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # as typer ends, whose help nobody reads
+            return _unwritten(ended.__context__)
+        raise
     except Exception as error:
         if _follows_interrupt(error):
             return 130
         if isinstance(error, OSError) and (missing := _missing_folder()):
             say(f"probemon: {missing}", error=True)
             return 2
-        if isinstance(error, OSError) and error.filename and error.errno in _OF_A_PATH:
-            say(f"probemon: {error.filename!s:.200} cannot be used: {error.strerror}", error=True)
+        if told := _machine_lacks(error):
+            say(f"probemon: {told}", error=True)
             return 2
         if not hasattr(error, "format_message"):  # none of typer's own: a defect, shown whole
             if not signals.received():  # else the signal caused it
@@ -152,15 +165,60 @@ def _missing_folder() -> str:
     return ""
 
 
-def _follows_interrupt(error: BaseException | None) -> bool:
-    """Whether an error came of Ctrl-C: what is interrupted while it is imported may raise one of its own."""
+def _open_closed_streams() -> None:
+    """Open the null device in place of standard streams that were closed (`probemon ... >&-`), as None by Python."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
+
+
+def _unwritten(error: OSError) -> int:
+    """Return the exit status where standard output cannot be written: as of SIGPIPE, or 2, and say why."""
+    if isinstance(error, BrokenPipeError):
+        return 141
+    say(f"probemon: {_machine_lacks(error)}", error=True)
+    return 2
+
+
+def _machine_lacks(error: Exception) -> str:
+    """Return what the machine or a path could not give, in a line; "" for an error of another kind."""
+    for cause in _causes(error):
+        if _is_out_of_memory(cause):
+            return (
+                "memory ran out: give smaller batches or texts, a smaller --dtype or pack, or raise the limit (ulimit"
+                " -v)"
+            )
+        if isinstance(cause, OSError) and cause.filename:
+            return f"{cause.filename!s:.200} cannot be used: {cause.strerror}"
+        if isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE:
+            return f"a file cannot be read or written: {cause.strerror}"
+    return ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """As `probemon.bem.memory` has it, without an import of torch."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (
+            isinstance(error, RuntimeError)
+            and ("can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError")
+        )
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it came of."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
-        if isinstance(error, KeyboardInterrupt):
-            return True
+        yield error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return False
+
+
+def _follows_interrupt(error: BaseException) -> bool:
+    """Whether an error came of Ctrl-C: what is interrupted while it is imported may raise one of its own."""
+    return any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error))
 
 
 if __name__ == "__main__":

@@ -96,10 +96,11 @@ class _Unraisable:
         self._otherwise = otherwise
 
     def __call__(self, dropped: Any) -> None:
-        if not issubclass(dropped.exc_type, _Ended):
+        if not issubclass(dropped.exc_type, (_Ended, KeyboardInterrupt)):
             self._otherwise(dropped)
             return
-        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), _received[-1]))
+        number = _received[-1] if issubclass(dropped.exc_type, _Ended) else signal.SIGINT
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         _pending.append(again)
         again.start()

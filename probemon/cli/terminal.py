@@ -68,16 +68,33 @@ class Bordered(io.TextIOBase):
         """As of any stream."""
         begin = "\r" if text.startswith("\r") and self.isatty() else ""
         shown = begin + harmless(text[len(begin) :], keep="\n\t")
-        try:
-            self.unbordered.write(shown)
-        except UnicodeEncodeError:  # a terminal of few characters
-            encoding = self.unbordered.encoding or "ascii"
-            self.unbordered.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        self._put(shown)
         return len(text)
+
+    def _put(self, shown: str) -> None:
+        with self._named():
+            try:
+                self.unbordered.write(shown)
+            except UnicodeEncodeError:  # a terminal of few characters
+                encoding = self.unbordered.encoding or "ascii"
+                self.unbordered.write(shown.encode(encoding, "backslashreplace").decode(encoding))
 
     def flush(self) -> None:
         """As of any stream."""
-        self.unbordered.flush()
+        with self._named():
+            self.unbordered.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the stream in an error of the system, which names files alone."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = {"<stdout>": "standard output", "<stderr>": "standard error"}.get(
+                    getattr(self.unbordered, "name", ""), "standard output"
+                )
+            raise
 
     def isatty(self) -> bool:
         """As of the stream."""
@@ -113,15 +130,15 @@ def border() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class _WithoutTrailingBlanks(Bordered):
-    """A file or pipe, into which rich's tables go without the blanks that fill their last column.
+class _FromRich(Bordered):
+    """A terminal; or a file or pipe, into which tables go without the blanks that fill their last column.
 
     What rich writes is harmless already; its colours, where they are forced, stay.
     """
 
     def write(self, text: str) -> int:
         """As of any stream."""
-        self.unbordered.write(_BLANKS.sub("", text))
+        self._put(text if self.isatty() else _BLANKS.sub("", text))
         return len(text)
 
 
@@ -148,7 +165,7 @@ def terminal(*, error: bool = False, **options: Any) -> Console:
     unbordered: TextIO = getattr(stream, "unbordered", stream)
     return Terminal(
         **{
-            "file": unbordered if unbordered.isatty() else _WithoutTrailingBlanks(unbordered),
+            "file": _FromRich(unbordered),
             "markup": False,
             "emoji": False,
             "highlight": False,

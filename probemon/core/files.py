@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +25,21 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, readable by all (safetensors makes it private)."""
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, readable by all (safetensors makes it private).
+
+    Raises `OSError` where it cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file  # the command line hashes files without torch, which takes seconds to load
 
-    save_file(tensors, path)
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(0o644)
 
 

@@ -1,7 +1,9 @@
 """What every command line has: a version, help by two names, completion, and errors that name what is near."""
 
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from arrangements import tokenizer
 from conftest import make_model, make_pack
 from probemon.cli import app as cli
 from probemon.cli import shell_words
+from probemon.core.files import save_tensors
 from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError
 from probemon.host.loading import load_model
@@ -370,3 +373,46 @@ def test_what_takes_long_is_told_in_a_terminal_alone():
     assert os.read(ours, 1000) == b"compiling\r\n" and in_terminal.wait() == 0
     os.close(ours)
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stderr == b""
+
+
+def _caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "memory ran out"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "memory ran out"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory ran out"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory ran out"),
+        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be read or written: No space left on device"),
+        (OSError(errno.ENOSPC, "No space left on device", "new/a"), "new/a cannot be used: No space left on device"),
+        (
+            _caused(RuntimeError("while writing"), OSError(errno.EROFS, "Read-only file system", "x")),
+            "x cannot be used",
+        ),
+    ],
+)
+def test_what_the_machine_lacks_is_a_line_and_no_traceback(monkeypatch, capsys, error, said):
+    def command(**_):
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["probemon", "inspect", "pack"])
+    monkeypatch.setattr(cli, "app", command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.startswith(f"probemon: {said}") and shown.count("\n") == 1
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path):
+    """safetensors has errors of its own for it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*a\.safetensors'"):
+            save_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from probemon.core.checks import check_path
+from probemon.core.files import save_tensors
 from probemon.errors import ConfigError, HostMismatch
 from probemon.models.ltm.cache import KeepsMemory, memory_layer
 from probemon.models.ltm.state import MemoryState
@@ -104,8 +104,8 @@ def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]
     os.close(handle)
     try:
         metadata = {"format": _FORMAT, "host": host_hash(model), "columns": str(n_columns)}
-        save_file({key: value.detach().contiguous().clone() for key, value in tensors.items()}, name, metadata)
-        os.chmod(name, 0o644)
+        copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+        save_tensors(Path(name), copies, metadata)
         os.replace(name, target)
     except BaseException:
         os.unlink(name)

@@ -228,8 +228,8 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
         return _standard_input(fields, max_chars)
     path = Path(source)
     if path.is_dir():
-        if what := dataset_folder(path):
-            raise ConfigError(f"{path} is {what}")
+        if dataset := dataset_folder(path):
+            raise ConfigError(f"{path} is {dataset}")
         files, left_out = _files(path)
         if not files:
             why = f" that can be read ({next(iter(left_out.values()))})" if left_out else ""

@@ -192,7 +192,7 @@ def draw(rng: Random, table: dict[tuple[str, ...], Any]) -> Case:
         rng.choice(STREAMS),
         rng.choice(LIMITS),
         signal=rng.choice(SIGNALS),
-        seconds=0.003 + rng.choice((0.0, 0.02, 0.1, 0.3, 1.0)) * rng.random(),
+        seconds=0.03 + rng.choice((0.0, 0.02, 0.1, 0.3, 1.0)) * rng.random(),
     )
 
 

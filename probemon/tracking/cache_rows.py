@@ -1,15 +1,17 @@
 """Which row of an earlier cache each row of a cache goes on from, by what the two hold, bit for bit.
 
     held = CacheRows.of(cache)                     # after a forward: references, nothing is copied
-    CacheRows.of(cache).rows_of(held, 12)          # [B]: row i's first 12 columns are those of that row of `held`
+    CacheRows.of(cache).rows_of(held, 12, alike)   # [B]: row i's first 12 columns are those of that row of `held`
 
 Between two turns rows of a cache may be moved, repeated or dropped, and a cache may be copied, while ids and masks stay
-the same (of two pictures with one question, of adapters by row). Only the cache shows it. The deepest layer's keys and
-values are compared: they are computed from everything that its row read.
+the same (of two pictures with one question, of adapters by row). Only the cache shows it. The deepest keys and values
+are compared: they are computed from everything that their row read. Rows that are equal there and have other scores (of
+adapters in the last layer alone) cannot be told apart once they were moved, and are not known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,106 +32,129 @@ from probemon.host.internals import (
 
 
 @dataclass(frozen=True, eq=False)
+class _Part:
+    """A tensor of a cache, with the place that it has there.
+
+    - `first`: the first column that keys and values `[B, H, columns, D]` hold; None for a tensor `[B, ...]` that is
+      compared whole.
+    - `of_length`: whether it changes with every column, as recurrent states do.
+    """
+
+    place: str
+    tensor: Tensor
+    first: int | None = None
+    of_length: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class CacheRows:
     """What tells the rows of a cache apart, as it was at one time.
 
-    - `tensors`: keys and values `[B, H, columns, D]` of the deepest layer, from column `first` on; in an
-      encoder-decoder also those of what its deepest layer reads of the encoder; where recurrent layers lie deeper, the
-      states `[B, ...]` of the deepest.
-    - `places`: where each of them comes from, so that only the same ones are compared.
+    - `parts`: keys and values of the deepest layer that keeps every column; where windows or recurrent layers lie
+      deeper, also those of the deepest; in an encoder-decoder also what its deepest layer reads of the encoder.
     - `writes`: how often each had been written in place. Torch counts no writes in inference mode.
     """
 
-    tensors: tuple[Tensor, ...]
-    places: tuple[str, ...]
-    first: int
+    parts: tuple[_Part, ...]
     writes: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, cache: Any) -> CacheRows | None:
         """Return what tells the rows of `cache` apart now; None if it does not show its keys and values."""
-        own = _deepest(decoder_cache(cache))
-        if own is None:
+        layers = cache_layers(decoder_cache(cache))
+        parts = [part for at in _telling(layers) for part in _parts(layers[at], str(at))]
+        if not parts:
             return None
-        name, layer, tensors = own
-        first = 0
-        if not keeps_every_column(layer):  # of a sliding window the newest columns are left
-            first = max(0, int(layer.get_seq_length()) - tensors[0].shape[2])
-        places = [f"{name}.keys", f"{name}.values"]
-        if (encoded := _deepest(cross_attention_cache(cache))) is not None:
-            places += [f"encoder.{encoded[0]}.keys", f"encoder.{encoded[0]}.values"]
-            tensors = (*tensors, *encoded[2])
-        last = cache_layers(decoder_cache(cache))[-1]
-        if keys_and_values(last) is None:
-            recurrent = [one for one in tensors_of(last) if one.dim() > 2 and len(one) == len(tensors[0])]
-            places += [f"recurrent.{i}" for i in range(len(recurrent))]
-            tensors = (*tensors, *recurrent)
-        return cls(tensors, tuple(places), first, tuple(write_marks(tensors)))
+        encoded = cache_layers(cross_attention_cache(cache))
+        if encoded and (kept := keys_and_values(encoded[-1])) is not None:
+            parts += [_Part(f"encoder {i}", tensor) for i, tensor in enumerate(kept)]
+        n_rows = len(parts[0].tensor)
+        if layers and keys_and_values(layers[-1]) is None:
+            recurrent = [one for one in tensors_of(layers[-1]) if one.dim() > 2 and len(one) == n_rows]
+            parts += [_Part(f"recurrent {i}", tensor, of_length=True) for i, tensor in enumerate(recurrent)]
+        return cls(tuple(parts), tuple(write_marks([part.tensor for part in parts])))
 
     @property
     def n_rows(self) -> int:
         """Number of rows."""
-        return int(self.tensors[0].shape[0])
+        return len(self.parts[0].tensor)
 
-    def rows_of(self, other: CacheRows, n_columns: int, *, same_length: bool = True) -> Ints | None:
-        """Return the row of `other` that each row `[B]` equals in the first `n_columns`; None if some row equals none.
+    def rows_of(
+        self, other: CacheRows, n_columns: int, alike: Callable[[int, int], bool], *, same_length: bool = True
+    ) -> Ints | None:
+        """Return the row of `other` that each row `[B]` equals in the first `n_columns`; None if that is not known.
 
-        `same_length`: both hold just these columns; recurrent states are of all of them, and are not compared else.
-        Columns that one of the two does not hold are left out, and there must be one that both hold. A row that equals
-        several is the one with its own number, else the first.
+        - `alike`: whether what was scored of two rows of `other` is the same. A row that equals several is the one with
+          its own number, else the first, and it is not known which if they are not alike.
+        - `same_length`: both hold just these columns; recurrent states are of all of them, and are compared only then.
+
+        Columns that one of the two does not hold are left out.
         """
-        if self.places != other.places or tuple(write_marks(other.tensors)) != other.writes:
+        places, theirs = ([part.place for part in one.parts] for one in (self, other))
+        if places != theirs or tuple(write_marks([part.tensor for part in other.parts])) != other.writes:
             return None
-        if self.n_rows == other.n_rows and all(map(_is_same_memory, self.tensors, other.tensors)):
+        if self.n_rows == other.n_rows and all(map(_is_same_memory, self.parts, other.parts)):
             return np.arange(self.n_rows)
-        first = max(self.first, other.first)
-        pairs = []
-        for place, ours, theirs in zip(self.places, self.tensors, other.tensors, strict=True):
-            if place.startswith("recurrent.") and not same_length:
+        pairs = list[tuple[Tensor, Tensor]]()
+        for mine, its in zip(self.parts, other.parts, strict=True):
+            if mine.of_length and not same_length:
                 continue
-            if not place.startswith(("encoder.", "recurrent.")):
-                end = min(n_columns, self.first + ours.shape[2], other.first + theirs.shape[2])
-                ours, theirs = (
-                    tensor[:, :, first - begin : end - begin]
-                    for tensor, begin in ((ours, self.first), (theirs, other.first))
-                )
-            if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype or not ours.shape[2]:
+            one, two = mine.tensor, its.tensor
+            if mine.first is not None and its.first is not None:
+                first = max(mine.first, its.first)
+                end = min(n_columns, mine.first + one.shape[2], its.first + two.shape[2])
+                if end <= first and pairs:  # two windows that hold no column in common say nothing
+                    continue
+                one = one[:, :, first - mine.first : max(first, end) - mine.first]
+                two = two[:, :, first - its.first : max(first, end) - its.first]
+            if one.shape[1:] != two.shape[1:] or one.dtype != two.dtype or not one.shape[2]:
                 return None
-            pairs.append((ours, theirs.to(ours.device)))
-        return _equal_rows(pairs)
+            pairs.append((one, two.to(one.device)))
+        return _equal_rows(pairs, alike)
 
 
-def _equal_rows(pairs: list[tuple[Tensor, Tensor]]) -> Ints | None:
+def _telling(layers: Sequence[Any]) -> list[int]:
+    """Return the numbers of the layers whose keys and values tell rows apart: the last that keeps every column, and the
+    last at all where that is deeper.
+    """
+    kept = [at for at, layer in enumerate(layers) if keys_and_values(layer) is not None]
+    whole = [at for at in kept if keeps_every_column(layers[at])]
+    return [*whole[-1:], *(kept[-1:] if kept[-1:] != whole[-1:] else [])]
+
+
+def _parts(layer: Any, name: str) -> list[_Part]:
+    kept = keys_and_values(layer)
+    if kept is None:
+        return []
+    keys, values = kept
+    first = 0
+    if not keeps_every_column(layer):  # of a sliding window the newest columns are left
+        first = max(0, int(layer.get_seq_length()) - keys.shape[2])
+    return [_Part(f"{name} keys", keys, first), _Part(f"{name} values", values, first)]
+
+
+def _equal_rows(pairs: list[tuple[Tensor, Tensor]], alike: Callable[[int, int], bool]) -> Ints | None:
     """Return for each row of the first tensors the row of the second ones that equals it in all pairs."""
-    n_ours, n_theirs = len(pairs[0][0]), len(pairs[0][1])
     # The newest column is almost always enough to tell rows apart, so all of two rows is compared seldom.
-    alike = np.ones((n_ours, n_theirs), dtype=bool)
+    newest = np.ones((len(pairs[0][0]), len(pairs[0][1])), dtype=bool)
     for ours, theirs in pairs:
-        newest = ours[:, None, :, -1] == theirs[None, :, :, -1]
-        alike &= newest.flatten(2).all(dim=2).cpu().numpy()
-    rows = np.zeros(n_ours, dtype=np.int64)
-    for row in range(n_ours):
-        candidates = sorted(np.flatnonzero(alike[row]).tolist(), key=lambda other: (other != row, other))
-        equal = (other for other in candidates if all(torch.equal(ours[row], theirs[other]) for ours, theirs in pairs))
-        rows[row] = next(equal, -1)
-        if rows[row] < 0:
+        newest &= (ours[:, None, :, -1] == theirs[None, :, :, -1]).flatten(2).all(dim=2).cpu().numpy()
+    rows = np.zeros(len(newest), dtype=np.int64)
+    for row, candidates in enumerate(newest):
+        equal = [
+            other
+            for other in np.flatnonzero(candidates).tolist()
+            if all(torch.equal(ours[row], theirs[other]) for ours, theirs in pairs)
+        ]
+        if not equal:
+            return None
+        rows[row] = row if row in equal else equal[0]
+        if not all(alike(int(rows[row]), other) for other in equal if other != rows[row]):
             return None
     return rows
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+def _is_same_memory(one: _Part, other: _Part) -> bool:
     """Whether two tensors begin in one place and have the same strides: one may be a crop of the other."""
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype
-
-
-def _deepest(cache: Any) -> tuple[str, Any, tuple[Tensor, ...]] | None:
-    """Number, layer, and its keys and values, of the last layer that keeps every column, else of the last at all."""
-    found = None
-    for number, layer in reversed(list(enumerate(cache_layers(cache)))):
-        kept = keys_and_values(layer)
-        if kept is None:
-            continue
-        if keeps_every_column(layer):
-            return str(number), layer, kept
-        found = found or (str(number), layer, kept)
-    return found
+    a, b = one.tensor, other.tensor
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype

@@ -205,6 +205,20 @@ class Recording:
                 " cache was made: give each row of the cache its own mask of the turn before, with ones after it"
             )
 
+    def scores_alike(self, one: int, other: int, end: int) -> bool:
+        """Whether two rows have the same tokens before column `end`, with the same scores as far as these are kept."""
+        row, column, ids, _, scores, _ = self._joined(end - self.offset)
+        ours, theirs = (np.flatnonzero(row == which) for which in (one, other))
+        ours, theirs = (entries[np.argsort(column[entries], kind="stable")] for entries in (ours, theirs))
+        if not (np.array_equal(column[ours], column[theirs]) and np.array_equal(ids[ours], ids[theirs])):
+            return False
+        mine, its = scores.take(ours), scores.take(theirs)
+        return (
+            np.array_equal(mine.ptr, its.ptr)
+            and np.array_equal(mine.probes, its.probes)
+            and np.allclose(mine.values, its.values, rtol=0, atol=1e-5, equal_nan=True)
+        )
+
     def retained_of(self, rows: Ints) -> Mask:
         """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from."""
         return self._retained()[rows]

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,8 @@ class RunRecordings:
         for filled in (own, *(self._by_cache.get(other) for other in others if other is not None)):
             if filled is None or filled.rows is None or filled.recording.beams is not None:
                 continue  # the rows of beams change places at every step
-            origin = rows.rows_of(filled.rows, n_columns, same_length=n_columns == filled.n_columns)
+            alike = partial(filled.recording.scores_alike, end=n_columns)
+            origin = rows.rows_of(filled.rows, n_columns, alike, same_length=n_columns == filled.n_columns)
             if origin is not None and filled.rows.n_rows == filled.recording.call.n_rows:
                 same = len(origin) == filled.rows.n_rows and bool((origin == np.arange(len(origin))).all())
                 return Earlier(filled.recording, None if same else origin)

@@ -240,6 +240,36 @@ def test_rows_moved_between_turns_are_followed_or_unseen_and_never_mixed(watched
     assert followed["reorder"] and followed["copy"] and (followed["repeat"] or host.in_place)
 
 
+@pytest.mark.parametrize("layers", [None, ["full_attention", "sliding_attention"]], ids=["llama", "windows deeper"])
+@pytest.mark.parametrize("op", OPS)
+def test_rows_that_differ_after_the_last_whole_layer_are_never_mixed(tmp_path, layers, op):
+    """As of adapters by row in the last layer alone: keys and values are the same, or only a window's differ."""
+    name, at = ("llama", 1) if layers is None else ("mixed", 0)
+    hosts = [Host(name), Host(name)]
+    if layers is not None:
+        for host in hosts:
+            torch.manual_seed(0)
+            config = copy.deepcopy(host.model.config)
+            config.layer_types = layers
+            host.model = AutoModelForCausalLM.from_config(config).eval()
+    for host in hosts:
+        host.model.model.layers[at].mlp.register_forward_hook(
+            lambda module, args, out, host=host: out + host.pictures[torch.tensor(host.read)][:, None]
+        )
+    host = hosts[0]
+    host.alone = hosts[1]
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", host.model, sites=("resid_post.1",)), keep_top_k=0)
+    ids, cache, draw = torch.tensor([[1, 8, 9, 13, 7]] * 3), host.new_cache(), np.random.default_rng(5)
+    with manager.attach(host.model) as run, torch.no_grad():
+        run_turn(host, run, "document", ids, None, cache, [0, 1, 1])
+        kept = cache  # a copy is told by what it was made of
+        cache, origin = move(cache, op, draw, 3)
+        pictures, ids = [[0, 1, 1][i] for i in origin], torch.cat([ids[origin], ids[origin, :2]], 1)
+        out = run_turn(host, run, "generate", ids, None, cache, pictures)
+        reasons = check(host, manager, run.result(out), out, None, pictures)
+    assert kept is not None and (set(reasons) <= {LAST, BEFORE} if op != "none" else set(reasons) == {LAST})
+
+
 def test_a_copy_is_known_by_the_columns_that_both_windows_hold(tmp_path):
     """Of a window of four the cache keeps three columns, and the original has gone on by one of them."""
     host = Host("window", Host("window"))

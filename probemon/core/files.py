@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and their hashes.
 
 write_text_atomically(path, text)
+replace_file(new, path)                 # OSError where a device or a pipe is there
 save_tensors(path, {"w1": ...})
 sha256(path)
 why_not_writable(path)                  # "" where a file or folder can be made there
@@ -8,9 +9,11 @@ why_not_writable(path)                  # "" where a file or folder can be made 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,10 +54,24 @@ def write_text_atomically(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
         os.chmod(name, 0o644)
-        os.replace(name, path)
+        replace_file(name, path)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def replace_file(new: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Rename `new` to `target`, in the place of a file. Raises `OSError`, also where a device or a pipe is there.
+
+    Whoever has all rights would take /dev/null away from the whole machine.
+    """
+    try:
+        mode = os.stat(target).st_mode
+    except OSError:  # there is nothing, or renaming says what is wrong
+        mode = stat.S_IFREG
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EEXIST, "It is a device or a pipe, which is not replaced", os.fspath(target))
+    os.replace(new, target)
 
 
 def why_not_writable(path: Path) -> str:

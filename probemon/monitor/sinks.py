@@ -28,6 +28,7 @@ import numpy as np
 
 from probemon.core.checks import check_bool, check_count
 from probemon.core.extras import import_arrow
+from probemon.core.files import replace_file
 from probemon.core.scores import COUNTS, PHASES, TokenBatch
 from probemon.errors import ConfigError, SinkFailed
 
@@ -161,7 +162,7 @@ class FileSink(ABC):
         finished, self._partial = self._partial, None
         try:
             if self._overwrite:
-                os.replace(finished, self.path)
+                replace_file(finished, self.path)
             else:
                 os.link(finished, self.path)  # unlike a rename, fails where the name was taken meanwhile
                 finished.unlink()

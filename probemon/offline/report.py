@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from probemon.core.checks import check_count, check_number
+from probemon.core.files import replace_file
 from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.offline.analysis_folder import Analysis
@@ -120,7 +121,7 @@ def _replace(target: Path, text: str) -> None:
             partial = Path(stream.name)
             stream.write(text)
         partial.chmod(0o666 & ~_umask())
-        os.replace(partial, target)
+        replace_file(partial, target)
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written ({error.strerror}): give a name in a folder that is there and may be written"

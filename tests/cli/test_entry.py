@@ -20,7 +20,7 @@ from arrangements import tokenizer
 from conftest import make_model, make_pack
 from probemon.cli import app as cli
 from probemon.cli import shell_words
-from probemon.core.files import save_tensors
+from probemon.core.files import save_tensors, write_text_atomically
 from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError
 from probemon.host.loading import load_model
@@ -416,3 +416,17 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path):
             save_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    """As /dev/null would be, for whoever has all rights, by `--out /dev/null --overwrite`."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("pipe", "null"):
+        with pytest.raises(OSError, match="It is a device or a pipe"):
+            write_text_atomically(tmp_path / name, "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["null", "pipe"]
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "null").is_symlink()
+    (tmp_path / "a").write_text("before")
+    write_text_atomically(tmp_path / "a", "text")
+    assert (tmp_path / "a").read_text() == "text"

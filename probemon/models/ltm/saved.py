@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import DynamicCache
 
 from probemon.core.checks import check_path
-from probemon.core.files import save_tensors
+from probemon.core.files import replace_file, save_tensors
 from probemon.errors import ConfigError, HostMismatch
 from probemon.models.ltm.cache import KeepsMemory, memory_layer
 from probemon.models.ltm.state import MemoryState
@@ -106,7 +106,7 @@ def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]
         metadata = {"format": _FORMAT, "host": host_hash(model), "columns": str(n_columns)}
         copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
         save_tensors(Path(name), copies, metadata)
-        os.replace(name, target)
+        replace_file(name, target)
     except BaseException:
         os.unlink(name)
         raise

@@ -163,7 +163,8 @@ def _changed(analysis: Analysis, record: Mapping[str, Any], shard: Shard) -> str
     for before, now in zip(analysis.shard_documents(shard.index), shard.documents, strict=False):
         is_same = (before["doc_id"], before["n_chars"]) == (now.id, len(now.text))
         if not is_same or (not now.reason and before["text"] not in (None, now.text)):
-            return f"document {now.index} (id {now.id!r:.100}) has changed"
+            what = "has changed" if before["doc_id"] == now.id else f"has taken the place of {before['doc_id']!r:.100}"
+            return f"document {now.index} (id {now.id!r:.100}) {what}"
     if n_now < n_before and shard.is_last:
         gone = f"document {first + n_now} is" if n_now + 1 == n_before else f"documents from {first + n_now} on are"
         return f"{gone} gone"

@@ -45,6 +45,7 @@ from probemon.errors import ProbemonError
 MOST_SECONDS = 60.0  # after which a command is told to end, as a server is
 ENDS_WITHIN_SECONDS = 20.0
 FILE_BYTES, MEMORY_BYTES, N_FILES = 1500, 96 << 20, 24
+MOST_MEMORY_BYTES = 4 << 30  # that a command may map beyond what is there when it begins
 _SERVERS = {("serve",), ("vllm", "serve")}
 _SERVER_SECONDS = 4.0
 _COMMANDS: Any = typer.main.get_command(cli.app)  # made once: it takes longer than a command
@@ -234,10 +235,10 @@ def _set_limit(limit: str) -> None:
     if limit == "file size":  # as of a disk that fills up: writing more is EFBIG
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    elif limit == "memory":
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, resource.RLIM_INFINITY))
-    elif limit == "files":
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = taken + (MEMORY_BYTES if limit == "memory" else MOST_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if limit == "files":
         taken = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken + N_FILES, taken + N_FILES))
 

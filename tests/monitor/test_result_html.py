@@ -34,7 +34,7 @@ class Tokenizer:
         return "".join(own if i == 6 else self.words[int(i) % len(self.words)] for i in ids)
 
     def __call__(self, text, **options):
-        return {"input_ids": torch.tensor([[1, 5, 9]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+        return {"input_ids": [1, 5, 9]}
 
 
 @pytest.fixture(scope="module")

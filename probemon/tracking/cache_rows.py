@@ -117,9 +117,14 @@ def _telling(layers: Sequence[Any]) -> list[int]:
     """Return the numbers of the layers whose keys and values tell rows apart: the last that keeps every column, and the
     last at all where that is deeper.
     """
-    kept = [at for at, layer in enumerate(layers) if keys_and_values(layer) is not None]
-    whole = [at for at in kept if keeps_every_column(layers[at])]
-    return [*whole[-1:], *(kept[-1:] if kept[-1:] != whole[-1:] else [])]
+    deepest = list[int]()
+    for at in reversed(range(len(layers))):  # asked at every forward: it ends at the first that keeps every column
+        if keys_and_values(layers[at]) is None:
+            continue
+        if keeps_every_column(layers[at]):
+            return [at, *deepest]
+        deepest = deepest or [at]
+    return deepest
 
 
 def _parts(layer: Any, name: str) -> list[_Part]:

@@ -99,7 +99,7 @@ def analyze(
         def missing() -> Iterator[Shard]:
             for shard in shards(corpus):
                 digests.append(shard.digest)
-                known = check_known(analysis, shard)
+                known = check_known(analysis, shard, world_size)
                 if known is None:  # also where another rank is to make it
                     analysis.reopen(shard.index, digests[-1])
                 if known is None and shard.index % world_size == rank:
@@ -142,7 +142,7 @@ def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{out} lies in {documents}, whose files are read: give a folder outside of it")
 
 
-def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
+def check_known(analysis: Analysis, shard: Shard, world_size: int = 1) -> dict[str, Any] | None:
     """Return `analysis.shard`; None also where documents were appended to it, so that it is made anew.
 
     Raises `ConfigError` where the shard that is there is of other documents.
@@ -154,7 +154,10 @@ def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
     has_grown = n_before < len(shard.documents) and record["digest"] == shard.digest_of(n_before)
     if has_grown and analysis.is_last(shard.index):
         return None
-    raise ConfigError(f"{_changed(analysis, record, shard)} since {analysis.directory} was begun: give another folder")
+    remedy = "give another folder"
+    if world_size > 1:
+        remedy += ", and every rank the same documents in the same order (sets and listings of folders have none)"
+    raise ConfigError(f"{_changed(analysis, record, shard)} since {analysis.directory} was begun: {remedy}")
 
 
 def _changed(analysis: Analysis, record: Mapping[str, Any], shard: Shard) -> str:

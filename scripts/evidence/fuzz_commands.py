@@ -48,6 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after that")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="commands, as analyze,pack merge")
@@ -76,6 +77,8 @@ def main() -> int:
                 for trouble in part["troubles"]:
                     tqdm.write(f"{trouble['case']}: {trouble['trouble']}\n    {trouble['line']}", file=sys.stderr)
                 bar.update(part["cases"])
+                if time.perf_counter() - begin > 60 * arguments.minutes:
+                    break
     finally:
         shutil.rmtree(base, ignore_errors=True)
     result = summary(found, time.perf_counter() - begin)

@@ -130,7 +130,7 @@ def test_an_analysis_goes_on_with_the_same_chats_as_they_were_rendered(manager, 
     with pytest.raises(ConfigError, match=r"reading\.chat_date was '2025-01-01', now '2025-01-02'"):
         analyze(manager, model, tokenizer_of(DATED), rows, out, resume=True, reading=Reading(chat_date="2025-01-02"))
     other = [{"messages": [CHAT[0], {**CHAT[1], "content": "in the seb."}]}, rows[1]]
-    with pytest.raises(ConfigError, match="have changed"):
+    with pytest.raises(ConfigError, match=r"document 0 \(id '0'\) has changed"):
         analyze(manager, model, tokenizer_of(DATED), other, out, resume=True)
     undated = analyze(manager, model, tokenizer_of(), rows, tmp_path / "undated")
     assert undated.manifest["identity"]["reading"]["chat_date"] is None

@@ -3,6 +3,8 @@
 n_cached(cache, given)             # before a forward; given: its arguments, by name
 counted_columns(cache)             # 0 for a cache that does not count them
 check_layers(cache, model)         # AlignmentError if a forward on it was broken off
+given_cache(given)                 # the cache among a forward's arguments, by name
+filled_cache(output, given)        # the one that the forward filled
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import StaticCache
+from transformers import Cache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from probemon.errors import AlignmentError, NotSupportedDecoding
@@ -43,6 +45,20 @@ def counted_columns(cache: Any) -> int:
         return 0 if cache is None else int(cache.get_seq_length())
     except ValueError:
         return 0
+
+
+def given_cache(given: Mapping[str, Any]) -> Any:
+    """Return the cache that a forward is given, under the names of attention and of recurrent layers; None without."""
+    cache = given.get("past_key_values")
+    return given.get("cache_params") if cache is None else cache
+
+
+def filled_cache(output: Any, given: Any) -> Any:
+    """Return the cache in what a decoder returned, a mapping or a tuple; else the one that it was given, which some
+    models fill and do not return.
+    """
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return next((part for part in parts if isinstance(part, Cache)), given)
 
 
 def check_layers(cache: Any, model: Any) -> None:

@@ -1,6 +1,7 @@
 """What probemon relies on that torch, transformers, accelerate and PEFT do not promise: one function each.
 
-A name that is private or undocumented in its library stands in this file and nowhere else. Of a new version, run
+A name that is private or undocumented in its library stands in this file, but for torch's oldest (`_parameters`,
+`_buffers`, `_forward_pre_hooks`, `_version`). Of a new version, run
 `tests/host/test_internals.py` first: it tries each function on the real library, and says what was dropped.
 """
 

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -45,13 +45,14 @@ from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.drift_requests import RunRequests
-from probemon.monitor.escalation import check_judges
+from probemon.monitor.escalation import Escalate, check_judges
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.followers import Follower, Followers
 from probemon.monitor.health import Health, run_health
+from probemon.monitor.lent_calls import LentCalls
 from probemon.monitor.publisher import Listener, Publisher, changed_within
 from probemon.monitor.result import Result, find_result
-from probemon.monitor.rules import Action, Event, Rule, check_beams, make_rules
+from probemon.monitor.rules import Action, Event, Named, Rule, check_beams, make_rules
 from probemon.monitor.sinks import Sink
 from probemon.monitor.token_scorer import Publish, TokenScorer
 from probemon.monitor.watches import Watched, Watches
@@ -130,7 +131,7 @@ class MonitorRun:
         self.gaps: deque[Gap] = deque(maxlen=MAX_KEPT)
         self.routing: Any = None  # the companion: what else is recorded of the same forwards
         self._raise_failures, self._keep_tokens = callback_errors == "raise", keep_tokens
-        self._failures, self._entered = Failures(), False
+        self._failures, self._entered, self._calls = Failures(), False, LentCalls()
         self._followers = Followers(self._failures)
         self._watches = Watches(manager)
         # The hooks on the host hold what is below, and nothing of it this run: one that is dropped is taken off.
@@ -170,7 +171,7 @@ class MonitorRun:
             manager.pack.n_probes,
             score,
             check=self._publisher.check_call,
-            on_gap=partial(_keep_gap, self.gaps, self._failures, on_gap) if callable(on_gap) else None,
+            on_gap=self._gap_caller(on_gap) if callable(on_gap) else None,
             on_end=on_end,
             acts=lambda: publisher.acts,
             observer=self._followers,
@@ -237,7 +238,15 @@ class MonitorRun:
             action=action,
             on_blind=on_blind,
         )
-        self.add_rules(rules)
+        lent, lent_blind = self._lent(action), self._lent(on_blind)
+        self.add_rules([replace(rule, action=lent, on_blind=lent_blind) for rule in rules])
+
+    def _gap_caller(self, on_gap: Callable[[Gap], object]) -> Callable[[Gap], None]:
+        return partial(_keep_gap, self.gaps, self._failures, self._calls.lend(on_gap))
+
+    def _lent(self, action: Action) -> Action:
+        """Return an action that hooks may hold."""
+        return action if isinstance(action, (str, Named, Escalate)) else self._calls.lend(action)
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Ask these rules of generated tokens, too: see `on`."""
@@ -337,12 +346,13 @@ class MonitorRun:
     def listen(self, listener: Callable[[PlacedTokens, Scores], None]) -> None:
         """Call `listener(placed, scores)` with each batch of tokens once it is scored, in the thread that generates."""
         self._check_not_ended("a listener")
-        self._publisher.listeners.append(lambda placed, scores, reads: listener(placed, scores))
+        lent = self._calls.lend(listener)
+        self._publisher.listeners.append(lambda placed, scores, reads: lent(placed, scores))
 
     def listen_with_reads(self, listener: Listener) -> None:
         """Call `listener(placed, scores, reads)`, as `listen` does; `reads`: what memories read, None without any."""
         self._check_not_ended("a listener")
-        self._publisher.listeners.append(listener)
+        self._publisher.listeners.append(self._calls.lend(listener))
 
     def follow(self, follower: Follower) -> None:
         """Let `follower` hear of all that happens from now on: scores, events, times, gaps and ends."""

@@ -5,12 +5,14 @@
 
 Between two turns rows of a cache may be moved, repeated or dropped, and a cache may be copied, while ids and masks stay
 the same (of two pictures with one question, of adapters by row). Only the cache shows it. The deepest keys and values
-are compared: they are computed from everything that their row read. Rows that are equal there and have other scores (of
-adapters in the last layer alone) cannot be told apart once they were moved, and are not known.
+are compared: they are computed from what their row read, and in windows from the newest of it. Rows that are equal there
+and have other scores (of adapters in the last layer alone) cannot be told apart once they were moved, and are not known.
+A recurrent state shows nothing to compare: it has to be untouched (`CacheState`).
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +81,11 @@ class CacheRows:
         """Number of rows."""
         return len(self.parts[0].tensor)
 
+    def is_in_place(self, other: CacheRows) -> bool:
+        """Whether this is the memory of `other`, row by row: all of it, or a crop."""
+        same_parts = len(self.parts) == len(other.parts) and self.n_rows == other.n_rows
+        return same_parts and all(map(_is_same_memory, self.parts, other.parts))
+
     def rows_of(
         self, other: CacheRows, n_columns: int, alike: Callable[[int, int], bool], *, same_length: bool = True
     ) -> Ints | None:
@@ -93,7 +100,7 @@ class CacheRows:
         places, theirs = ([part.place for part in one.parts] for one in (self, other))
         if places != theirs or tuple(write_marks([part.tensor for part in other.parts])) != other.writes:
             return None
-        if self.n_rows == other.n_rows and all(map(_is_same_memory, self.parts, other.parts)):
+        if self.is_in_place(other):
             return np.arange(self.n_rows)
         pairs = list[tuple[Tensor, Tensor]]()
         for mine, its in zip(self.parts, other.parts, strict=True):
@@ -111,6 +118,33 @@ class CacheRows:
                 return None
             pairs.append((one, two.to(one.device)))
         return _equal_rows(pairs, alike)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheState:
+    """All tensors of a cache that shows no keys and values (of recurrent layers, of quantised ones), and how often each
+    had been written in place: nothing of it can be compared later, but that it is untouched.
+    """
+
+    tensors: tuple[Tensor, ...]
+    writes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, cache: Any) -> CacheState:
+        """Return what a cache holds now, by reference."""
+        tensors = tuple(tensor for layer in cache_layers(decoder_cache(cache)) for tensor in tensors_of(layer))
+        return cls(tensors, tuple(write_marks(tensors)))
+
+    @property
+    def counts_writes(self) -> bool:
+        """Whether torch counts writes to all of its tensors: it does not in inference mode."""
+        return bool(self.tensors) and not any(tensor.is_inference() for tensor in self.tensors)
+
+    def is_untouched(self, cache: Any) -> bool:
+        """Whether a cache holds these tensors still, and none was written since, as far as torch counts."""
+        now = CacheState.of(cache)
+        same = len(now.tensors) == len(self.tensors) and all(map(operator.is_, now.tensors, self.tensors))
+        return same and now.writes == self.writes
 
 
 def _telling(layers: Sequence[Any]) -> list[int]:

@@ -27,6 +27,7 @@ from probemon.core.scores import PROMPT, Gap
 from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import rehearsal
+from probemon.host.cache import filled_cache, given_cache
 from probemon.host.compiled import Bracket
 from probemon.host.internals import forget_hook_free_graphs
 from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size
@@ -264,6 +265,7 @@ class DecoderHooks:
         if generation is None and self.plain.is_of_another_head(thread, forward, cache):
             self._threads.n_unwatched += 1
             return False
+        held = given_cache(given)
         if generation is None or generation.by_hand:
             self._check_abilities(forward, given)
         if generation is None:
@@ -272,8 +274,8 @@ class DecoderHooks:
             if generation.by_hand and generation.recording.call.first_column < 0:
                 generation.begin_on(cache, forward.start)
             column, begins = min(generation.prompt.cached, forward.start), generation.recording.call.first_column < 0
-            if generation.by_hand and not begins and cache is not None:
-                self.recordings.check_same_rows(cache, generation.recording, forward.start)
+            if generation.by_hand and not begins and held is not None:
+                self.recordings.check_same_rows(held, generation.recording, forward.start)
             recording = self.recordings.begin(generation, column, len(forward.ids))
             if begins and forward.mask is not None:
                 recording.check_rows(forward.mask)
@@ -286,8 +288,9 @@ class DecoderHooks:
             placed = [generation.beam_tokens(part) for part in placed]
         thread.pending = [PendingTokens(generation, recording, part) for part in placed]
         thread.open_recording, thread.shape = recording, forward.ids.shape
-        if cache is not None:
-            self.recordings.claim_cache(cache, recording)
+        thread.cache = held
+        if held is not None:
+            self.recordings.claim_cache(held, recording)
         return True
 
     def _check_abilities(self, forward: Forward, given: Mapping[str, Any]) -> None:
@@ -456,9 +459,9 @@ class DecoderHooks:
         self.wait_for_step()
         now = time.perf_counter()
         thread.seconds += now - begin
-        cache = getattr(output, "past_key_values", None)
+        cache = filled_cache(output, thread.cache)
         if cache is not None and thread.open_recording is not None:
             self.recordings.remember_cache(cache, thread.open_recording)
-        thread.open_recording, thread.shape = None, ()
+        thread.open_recording, thread.cache, thread.shape = None, None, ()
         self.seconds.append(thread.seconds)
         self._observer.forward(ForwardTime(thread.seconds, now - thread.began, *thread.n_tokens))

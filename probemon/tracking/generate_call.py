@@ -220,9 +220,15 @@ def _ways(
     config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], encoder_decoder: bool
 ) -> frozenset[str]:
     """What the host must be able to do for the call; the mask of an encoder-decoder is of what it encodes."""
-    mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
-    if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
-        mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
+    mask, ids, pad = given.get("attention_mask"), given.get("input_ids", given.get("inputs")), config.pad_token_id
+    if (
+        mask is None
+        and isinstance(ids, Tensor)
+        and ids.dim() == 2
+        and isinstance(pad, int)
+        and pad not in _ends(config)
+    ):
+        mask = ids != pad  # as transformers infers it
     padded = gap = False
     if not encoder_decoder and isinstance(mask, Tensor) and mask.dim() == 2 and 0 not in mask.shape:
         padded, real = bool((mask[:, 0] == 0).any()), mask != 0

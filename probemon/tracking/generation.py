@@ -327,6 +327,7 @@ class ThreadState(threading.local):
         self.unwatched: FrameType | None = None  # of a generate() that began before this run attached, once it is told
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
         self.open_recording: Recording | None = None  # of the open forward, where it is of one
+        self.cache: Any = None  # that the open forward is given
         self.pending: list[PendingTokens] = []
         self.early_states: States = {}  # of sites that run before the forward their output is of
         self.seen_sites: set[str] = set()  # sites that the open forward has run through
@@ -338,7 +339,7 @@ class ThreadState(threading.local):
 
     def reset_forward(self) -> States:
         """Forget the forward that was open; the states of sites that ran before the one that opens now."""
-        self.open_recording, self.pending, self.shape, self.seen_sites = None, [], (), set()
+        self.open_recording, self.cache, self.pending, self.shape, self.seen_sites = None, None, [], (), set()
         early_states, self.early_states = self.early_states, {}
         return early_states
 

@@ -21,12 +21,12 @@ from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, PROMPT, HostState, Scores
 from probemon.errors import AlignmentError
 from probemon.host.changes import HostMark
-from probemon.tracking.align import NEVER, Ints, PlacedTokens, SequenceColumns
+from probemon.tracking.align import NEVER, NO_ID, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.beams import Beams
 from probemon.tracking.forgotten_ids import ForgottenIds
 
 LAST = "the last generated token is never run by the host"
-BEFORE = "it came in a cache that this run did not see being filled"
+BEFORE = "it came in a cache that this run did not see being filled, or whose rows it cannot tell apart"
 SHARED = "its keys and values were shared with another request, so the host did not run it (allow_block_sharing)"
 GAP = "no forward of the host showed it"
 FORGOTTEN = "what was known of it is no longer kept (keep_tokens)"
@@ -205,19 +205,30 @@ class Recording:
                 " cache was made: give each row of the cache its own mask of the turn before, with ones after it"
             )
 
-    def scores_alike(self, one: int, other: int, end: int) -> bool:
-        """Whether two rows have the same tokens before column `end`, with the same scores as far as these are kept."""
-        row, column, ids, _, scores, _ = self._joined(end - self.offset)
-        ours, theirs = (np.flatnonzero(row == which) for which in (one, other))
-        ours, theirs = (entries[np.argsort(column[entries], kind="stable")] for entries in (ours, theirs))
-        if not (np.array_equal(column[ours], column[theirs]) and np.array_equal(ids[ours], ids[theirs])):
+    def scores_alike(self, one: int, other: int, end: int, of: Recording | None = None) -> bool:
+        """Whether row `one` and row `other`, of another recording if one is given, have the same tokens before column
+        `end`, with the same scores as far as these are kept. Which probes were active also depends on whether a token
+        was generated, so scores are compared of those that were in both.
+        """
+        columns, ids, mine = self._row_before(one, end)
+        its_columns, its_ids, its = (of or self)._row_before(other, end)
+        if not (np.array_equal(columns, its_columns) and np.array_equal(ids, its_ids)):
             return False
-        mine, its = scores.take(ours), scores.take(theirs)
-        return (
-            np.array_equal(mine.ptr, its.ptr)
-            and np.array_equal(mine.probes, its.probes)
-            and np.allclose(mine.values, its.values, rtol=0, atol=1e-5, equal_nan=True)
+        if [bool(why) for why in mine.coverage.unseen] != [bool(why) for why in its.coverage.unseen]:
+            return False
+        keys, its_keys = (one.state_of * self.n_probes + one.probes for one in (mine, its))
+        both, at, its_at = np.intersect1d(keys, its_keys, assume_unique=True, return_indices=True)
+        comparable = set(mine.state_of.tolist()) & set(its.state_of.tolist())
+        return comparable == set((both // self.n_probes).tolist()) and np.allclose(
+            mine.values[at], its.values[its_at], rtol=0, atol=1e-5, equal_nan=True
         )
+
+    def _row_before(self, row: int, end: int) -> tuple[Ints, Ints, Scores]:
+        """Columns, ids and scores of a row before column `end`, by column, of earlier turns too."""
+        rows, columns, ids, _, scores, _ = self._joined(end - self.offset)
+        entries = np.flatnonzero(rows == row)
+        entries = entries[np.argsort(columns[entries], kind="stable")]
+        return columns[entries], ids[entries], scores.take(entries)
 
     def retained_of(self, rows: Ints) -> Mask:
         """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from."""
@@ -500,7 +511,7 @@ class Recording:
         row, column, ids, *_ = self._joined(length)
         inside = column >= self.offset
         row, column, ids = row[inside], column[inside] - self.offset, ids[inside]
-        wrong = np.flatnonzero(sequences[row, column] != ids)
+        wrong = np.flatnonzero((sequences[row, column] != ids) & (ids != NO_ID))
         if len(wrong):
             i = wrong[0]
             return (

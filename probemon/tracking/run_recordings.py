@@ -22,7 +22,7 @@ import numpy as np
 from probemon.errors import AlignmentError
 from probemon.host.changes import HostMarks
 from probemon.tracking.align import Ints, SequenceColumns
-from probemon.tracking.cache_rows import CacheRows
+from probemon.tracking.cache_rows import CacheRows, CacheState
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording
 
@@ -40,12 +40,24 @@ class Earlier:
 @dataclass(frozen=True)
 class _Filled:
     """The recording that a cache was filled by; after the newest forward, how many columns it held and what told its
-    rows apart, if anything.
+    rows apart, or all of it, where nothing does.
     """
 
     recording: Recording
     n_columns: int
-    rows: CacheRows | None
+    rows: CacheRows | CacheState
+
+    @classmethod
+    def of(cls, cache: Any, recording: Recording) -> _Filled:
+        return cls(recording, recording.call.frontier, CacheRows.of(cache) or CacheState.of(cache))
+
+    def is_untouched(self, cache: Any) -> bool:
+        """Whether nobody is known to have touched a cache of which nothing tells rows apart."""
+        return isinstance(self.rows, CacheState) and self.rows.is_untouched(cache)
+
+    def has_known_rows(self) -> bool:
+        """Whether rows of a cache that is untouched are known to be in their order."""
+        return self.recording.call.n_rows == 1 or (isinstance(self.rows, CacheState) and self.rows.counts_writes)
 
 
 class RunRecordings:
@@ -110,30 +122,48 @@ class RunRecordings:
 
     def remember_cache(self, cache: Any, recording: Recording) -> None:
         """Say that `cache` holds the columns of `recording`, and that its rows are in their order now."""
-        self._by_cache[cache] = _Filled(recording, recording.call.frontier, CacheRows.of(cache))
+        self._by_cache[cache] = _Filled.of(cache, recording)
 
     def of_cache(self, cache: Any, n_columns: int) -> Earlier | None:
         """Return which recording showed the first `n_columns` of a cache, all or some, and in which rows; or None."""
         if cache is None or n_columns == 0:
             return None
         rows, own = CacheRows.of(cache), self._by_cache.get(cache)
-        if rows is None:  # nothing to compare: only a single row cannot have changed places
-            return None if own is None or own.recording.call.n_rows != 1 else Earlier(own.recording)
+        if rows is None:  # nothing to compare
+            is_known = own is not None and own.is_untouched(cache) and own.has_known_rows()
+            return Earlier(own.recording) if own is not None and is_known else None
+        if own is not None and (earlier := self._goes_on_from(own, rows, n_columns, in_place=True)):
+            return earlier
         # keyrefs() is a list: other threads may add to the dictionary meanwhile.
         others = (reference() for reference in reversed(self._by_cache.keyrefs()))
-        for filled in (own, *(self._by_cache.get(other) for other in others if other is not None)):
-            if filled is None or filled.rows is None or filled.recording.beams is not None:
-                continue  # the rows of beams change places at every step
-            alike = partial(filled.recording.scores_alike, end=n_columns)
-            origin = rows.rows_of(filled.rows, n_columns, alike, same_length=n_columns == filled.n_columns)
-            if origin is not None and filled.rows.n_rows == filled.recording.call.n_rows:
-                same = len(origin) == filled.rows.n_rows and bool((origin == np.arange(len(origin))).all())
-                return Earlier(filled.recording, None if same else origin)
-        return None
+        found = list[Earlier]()
+        for filled in (own, *(self._by_cache.get(other) for other in others if other not in (None, cache))):
+            if filled is not None and (earlier := self._goes_on_from(filled, rows, n_columns)):
+                found.append(earlier)
+        # A copy may equal several, as far as caches keep columns: which it is of must make no difference.
+        found.sort(key=lambda earlier: -min(n_columns, earlier.recording.call.frontier))
+        return found[0] if found and all(_alike(found[0], one, rows.n_rows, n_columns) for one in found[1:]) else None
+
+    def _goes_on_from(
+        self, filled: _Filled, rows: CacheRows, n_columns: int, *, in_place: bool = False
+    ) -> Earlier | None:
+        """Return a recording and its rows if a cache goes on from the one that was filled; `in_place`: as the same."""
+        recording, before = filled.recording, filled.rows
+        if isinstance(before, CacheState) or recording.beams is not None:
+            return None  # the rows of beams change places at every step
+        if before.n_rows != recording.call.n_rows or (in_place and not rows.is_in_place(before)):
+            return None
+        alike = partial(recording.scores_alike, end=n_columns)
+        origin = rows.rows_of(before, n_columns, alike, same_length=n_columns == filled.n_columns)
+        if origin is None:
+            return None
+        same = len(origin) == before.n_rows and bool((origin == np.arange(len(origin))).all())
+        return Earlier(recording, None if same else origin)
 
     def check_same_rows(self, cache: Any, recording: Recording, n_columns: int) -> None:
         """Raise `AlignmentError` if the rows of a recording's own cache changed places since its newest forward."""
-        if CacheRows.of(cache) is None:
+        own = self._by_cache.get(cache)
+        if n_columns == 0 or (own is not None and own.recording is recording and own.is_untouched(cache)):
             return
         earlier = self.of_cache(cache, n_columns)
         if earlier is None or earlier.recording is not recording or earlier.rows is not None:
@@ -142,6 +172,18 @@ class RunRecordings:
                 " which row a token belongs to is unknown. Leave the rows of a batch in their order, or begin another"
                 " run.generating with the cache as it is now"
             )
+
+
+def _alike(one: Earlier, other: Earlier, n_rows: int, end: int) -> bool:
+    """Whether each row of a cache goes on from the same tokens and scores by two recordings, before column `end` and as
+    far as both have come.
+    """
+    end = min(end, one.recording.call.frontier, other.recording.call.frontier)
+    rows, its = (np.arange(n_rows) if earlier.rows is None else earlier.rows for earlier in (one, other))
+    if one.recording is other.recording and np.array_equal(rows, its):
+        return True
+    pairs = zip(rows.tolist(), its.tolist(), strict=True)
+    return all(one.recording.scores_alike(row, its_row, end, other.recording) for row, its_row in pairs)
 
 
 def find_recording(

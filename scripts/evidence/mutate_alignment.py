@@ -621,8 +621,8 @@ MUTATIONS = [
     ),
     (
         "tracking/cache_rows.py",
-        "if self.n_rows == other.n_rows and all(map(_is_same_memory, self.parts, other.parts)):",
-        "if self.n_rows == other.n_rows:",
+        "return same_parts and all(map(_is_same_memory, self.parts, other.parts))",
+        "return same_parts",
         "rows of a cache that changed places are taken for those that stood there",
     ),
     (
@@ -633,8 +633,8 @@ MUTATIONS = [
     ),
     (
         "tracking/run_recordings.py",
-        "return Earlier(filled.recording, None if same else origin)",
-        "return Earlier(filled.recording, None)",
+        "return Earlier(recording, None if same else origin)",
+        "return Earlier(recording, None)",
         "rows that were repeated or selected are taken for those that stood in their places",
     ),
     (
@@ -642,6 +642,24 @@ MUTATIONS = [
         "if earlier is None or earlier.recording is not recording or earlier.rows is not None:",
         "if False:",
         "rows that are moved within a loop by hand are taken as they are",
+    ),
+    (
+        "tracking/run_recordings.py",
+        "(own is not None and own.recording is recording and own.is_untouched(cache))",
+        "own is not None",
+        "a recurrent state that is touched within a loop by hand is taken as it is",
+    ),
+    (
+        "tracking/run_recordings.py",
+        "if found and all(_alike(found[0], one, rows.n_rows, n_columns) for one in found[1:]) else None",
+        "if found else None",
+        "a copy of a cache is taken for that of another one that is like it",
+    ),
+    (
+        "tracking/generate_call.py",
+        "is_prompt and isinstance(pad, int) and pad not in _ends(config)",
+        "is_prompt and isinstance(pad, int)",
+        "a text that ends in padding which ends texts is refused",
     ),
     (
         "tracking/recording.py",

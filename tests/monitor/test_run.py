@@ -120,6 +120,21 @@ def test_nothing_is_left_of_a_run_that_is_entered_and_dropped(manager, options, 
         assert again.result(model.generate(PROMPT, max_new_tokens=3, **NO_EOS)).coverage.totals()
 
 
+def test_nothing_is_left_of_a_run_whose_own_callables_refer_to_it(manager):
+    model = make_model()
+
+    def drop():
+        run = manager.attach(model, on_gap=lambda gap: run.gaps).__enter__()
+        run.on("c5", above=0.9, action=lambda event: run.stop(), on_blind=lambda event: run.stop())
+        run.listen(lambda placed, scores: run.events)
+        model.generate(PROMPT, max_new_tokens=3, **NO_EOS)
+        assert n_hooks(model)
+
+    drop()
+    gc.collect()
+    assert n_hooks(model) == 0 and shadowed(model) == []
+
+
 def test_run_that_is_dropped_while_another_thread_generates_ends_as_one_that_is_closed(manager, caplog):
     model, inside, dropped = make_model(), threading.Event(), threading.Event()
 

@@ -911,6 +911,7 @@ LEFT_PADDED = {
     "a text that begins so": ([[EOS, 5, 9]], False),
     "texts that begin so": ([[EOS, 5, 9], [EOS, 3, 9]], False),
     "none at the beginning": ([[3, EOS, EOS, 9]], False),
+    "a turn that ends so": ([[3, 5, 9, EOS]], False),
 }
 
 

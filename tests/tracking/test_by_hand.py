@@ -593,3 +593,24 @@ def test_a_prompt_that_is_run_again_as_it_was_keeps_its_scores(manager, model):
     result = run.result(ids)
     for row, n_padding in enumerate((2, 0, 1)):
         check(manager, model, result, row, ids[row].tolist(), n_padding, [(5 - n_padding, 0)])
+
+
+def test_a_cache_that_a_decoder_returns_in_a_tuple_is_followed(manager, model):
+    cache, ids = DynamicCache(), torch.cat([PROMPT, PROMPT[:, :2]], dim=1)
+    with manager.attach(model.model) as run, torch.no_grad():
+        model.model(PROMPT, past_key_values=cache, return_dict=False)
+        model.model(PROMPT[:, :2], past_key_values=cache, return_dict=False)
+        result = run.result(ids)
+    check(manager, model, result, 0, ids[0].tolist(), 0, [(ids.shape[1], 0)])
+
+
+def test_a_turn_of_ids_after_one_of_embeddings_is_its_own_output(manager, model):
+    cache, embeds = DynamicCache(), model.get_input_embeddings()(PROMPT).detach()
+    with manager.attach(model) as run:
+        first = model.generate(
+            inputs_embeds=embeds, past_key_values=cache, max_new_tokens=2, eos_token_id=None, **GREEDY
+        )
+        ids = torch.cat([PROMPT, first, PROMPT[:, :1]], dim=1)
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=2, eos_token_id=None, **GREEDY)
+        result = run.result(out)
+    check(manager, model, result, 0, out[0].tolist(), 0, [(5, 1), (2, 1)])

@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DynamicCache,
     EncoderDecoderCache,
+    Mamba2Config,
+    MambaConfig,
     StaticCache,
 )
 
@@ -347,3 +349,57 @@ def test_rows_moved_inside_a_loop_by_hand_are_refused(tmp_path, change):
                 layer.keys[0] += 1
         with pytest.raises(AlignmentError, match="rows of the cache were moved or written to"):
             model(ids[:, -1:], past_key_values=cache)
+
+
+@pytest.mark.filterwarnings("ignore")  # of kernels that are not installed
+@pytest.mark.parametrize("kind", [MambaConfig, Mamba2Config])
+@pytest.mark.parametrize("change", ["none", "moved", "exchanged"])
+def test_a_recurrent_state_that_is_touched_inside_a_loop_by_hand_is_refused(tmp_path, kind, change):
+    """It holds no keys and values to compare, so nobody may touch it between two forwards."""
+    sizes = {} if kind is MambaConfig else {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        kind(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=2, expand=2, **sizes)
+    ).eval()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=0)
+    prompt = torch.tensor([[1, 5, 9, 13, 7], [1, 15, 8, 33, 17]])
+    with torch.no_grad():
+        other = model(prompt, use_cache=True).cache_params
+    with manager.attach(model) as run, torch.no_grad(), run.generating(from_column=5) as loop:
+        out = model(prompt, use_cache=True)
+        cache = other if change == "exchanged" else out.cache_params
+        ids = torch.cat([prompt, out.logits[:, -1:].argmax(-1)], 1)
+        loop.sampled(ids)
+        if change == "moved":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        if change != "none":
+            with pytest.raises(AlignmentError, match="rows of the cache were moved or written to"):
+                model(ids[:, -1:], cache_params=cache, use_cache=True)
+            return
+        out = model(ids[:, -1:], cache_params=cache, use_cache=True)
+        ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
+        loop.sampled(ids)
+    with manager.attach(model) as again:
+        generated = model.generate(prompt, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    scores, expected = run.result(ids).scores, again.result(generated).scores
+    assert torch.equal(ids, generated) and np.array_equal(scores.probes, expected.probes)
+    assert np.allclose(scores.values, expected.values, atol=1e-5)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_copy_of_one_of_two_caches_alike_is_not_taken_for_that_of_the_other(tmp_path, same):
+    """A hook after the last keys and values tells two generations apart, whose caches are the same."""
+    model, steered = make_model(layers=2), [0]
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, sites=("resid_post.1",)), keep_top_k=0)
+    by = torch.randn(2, 16) * 2
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + by[steered[0]])
+    ids, caches = torch.tensor([[1, 5, 9, 13, 7]]), (DynamicCache(), DynamicCache())
+    settings = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": None}
+    with manager.attach(model) as run:
+        for steered[0], cache in enumerate(caches):
+            steered[0] *= not same
+            out = model.generate(ids, past_key_values=cache, **settings)
+        steered[0] = 0
+        out = model.generate(torch.cat([ids, ids[:, :2]], 1), past_key_values=copy.deepcopy(caches[0]), **settings)
+    unseen = run.result(out).coverage.unseen
+    assert list(unseen) == ["" if same else BEFORE] * 5 + ["", "", LAST]

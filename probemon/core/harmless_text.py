@@ -33,3 +33,14 @@ def clip(text: str, n: int) -> str:
     if len(text) <= n:
         return harmless(text)
     return f"{harmless(text[:n])}… ({len(text):,} characters)"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: not half of a surrogate pair, as of bytes that the shell could not decode."""
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from probemon.core.harmless_text import is_unicode
 from probemon.core.strict_json import loads, no_constant
 from probemon.errors import ChatRefused
 
@@ -115,7 +116,22 @@ def _normalised(message: Any, at: int) -> dict[str, Any]:
         del given["tool_calls"]
     if isinstance(given.get("tool_calls"), (list, tuple)):
         given["tool_calls"] = [_with_arguments(call, _stated) for call in given["tool_calls"]]
+    if wrong := next((name for name, value in given.items() if not all(map(is_unicode, _texts_in(value)))), None):
+        raise ChatRefused(
+            f"messages[{at}] has a {wrong} that is not valid Unicode (a lone surrogate), which no tokenizer reads",
+            at,
+            wrong,
+        )
     return given
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield every text in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _texts_in(one)
 
 
 def _joined(content: Any, role: Any) -> Any:

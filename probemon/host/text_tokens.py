@@ -12,14 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.harmless_text import is_unicode
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text with the special tokens that the tokenizer adds; those before it are not added to a
-    text that begins with them, such as a rendered chat.
+    text that begins with them, such as a rendered chat. Raises `ConfigError` for a text that no UTF-8 holds.
     """
+    if not is_unicode(text):
+        raise ConfigError("the text is not valid Unicode (a lone surrogate), which no tokenizer reads: give UTF-8")
     ids = [int(i) for i in tokenizer(text)["input_ids"]]
     try:
         before, _ = special_tokens(tokenizer, text)

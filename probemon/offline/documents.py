@@ -43,6 +43,7 @@ from probemon.core.file_kinds import (
     without_mark,
 )
 from probemon.core.first_sentence import first_sentence
+from probemon.core.harmless_text import is_unicode
 from probemon.core.strict_json import loads
 from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_forms import check_said
@@ -165,26 +166,16 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
         reason = "empty"
     if not reason and len(text) > max_chars:
         reason = f"longer than {max_chars} characters ({len(text)})"
-    if not reason and not _encodable(text):
+    if not reason and not is_unicode(text):
         reason = "not valid Unicode (a lone surrogate)"
     try:
         name = row.where if row.id is None else str(row.id)
     except Exception as error:  # an object of the user's, or a number too long to write
         name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
-    name = name if _encodable(name) else name.encode("utf-8", "backslashreplace").decode()
+    name = name if is_unicode(name) else name.encode("utf-8", "backslashreplace").decode()
     if reason or row.chat:
         return Document(index, name, "", reason, row.fields, "" if reason else row.chat)
     return Document(index, name, text, reason, row.fields)
-
-
-def _encodable(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _of_item(item: Any, where: str, fields: tuple[str, str]) -> _Row:

@@ -5,9 +5,9 @@
 
 Between two turns rows of a cache may be moved, repeated or dropped, and a cache may be copied, while ids and masks stay
 the same (of two pictures with one question, of adapters by row). Only the cache shows it. The deepest keys and values
-are compared: they are computed from what their row read, and in windows from the newest of it. Rows that are equal there
-and have other scores (of adapters in the last layer alone) cannot be told apart once they were moved, and are not known.
-A recurrent state shows nothing to compare: it has to be untouched (`CacheState`).
+are compared: they are computed from what their row read, and in windows from the newest of it. Rows that are equal
+there and have other scores (of adapters in the last layer alone) cannot be told apart once they were moved, and are not
+known. A recurrent state shows nothing to compare: it has to be untouched (`CacheState`).
 """
 
 from __future__ import annotations

@@ -657,8 +657,8 @@ MUTATIONS = [
     ),
     (
         "tracking/generate_call.py",
-        "is_prompt and isinstance(pad, int) and pad not in _ends(config)",
-        "is_prompt and isinstance(pad, int)",
+        "        and isinstance(pad, int)\n        and pad not in _ends(config)\n",
+        "        and isinstance(pad, int)\n",
         "a text that ends in padding which ends texts is refused",
     ),
     (

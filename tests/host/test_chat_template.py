@@ -213,3 +213,19 @@ def test_a_date_changes_nothing_else_of_a_template():
     assert now.text == stated.text and not stated.reads_date
     with pytest.raises(ConfigError, match="chat_date is 'yesterday': give a day as YYYY-MM-DD"):
         rendered(unread, chat(("user", "Hi")), date="yesterday")
+
+
+@pytest.mark.parametrize(
+    "message, part",
+    [
+        ({"role": "user", "content": "a\udcff"}, "content"),
+        ({"role": "user", "content": [{"type": "text", "text": "\ud800"}]}, "content"),
+        ({"role": "tool", "content": "1", "tool_call_id": "\udcff"}, "tool_call_id"),
+    ],
+)
+def test_text_that_no_utf8_holds_is_refused_by_name(message, part):
+    """As of bytes on a command line that the locale does not decode."""
+    with pytest.raises(ChatRefused, match=rf"messages\[1\] has a {part} that is not valid Unicode"):
+        rendered(ALL, [{"role": "user", "content": "a"}, message])
+    with pytest.raises(ConfigError, match="not valid Unicode"):
+        encode(make_tokenizer(), "a\udcff")

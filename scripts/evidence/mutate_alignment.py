@@ -31,6 +31,7 @@ MEASURES = ("scripts/evidence/mutate_alignment.py", "probemon/tracking", "probem
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
     "tests/tracking/test_align.py",
+    "tests/tracking/test_moved_rows.py",
     "tests/tracking/test_attach.py",
     "tests/monitor/test_run.py",
     "tests/monitor/test_actions.py",
@@ -43,7 +44,6 @@ TESTS = [
     "tests/tracking/test_by_hand.py",
     "tests/engine/test_extreme.py",
     "tests/tracking/test_silence.py",
-    "tests/tracking/test_moved_rows.py",
     "tests/tracking/test_one_thread.py",
     "tests/offline/test_corpus_hosts.py",
 ]

@@ -242,9 +242,9 @@ class HostState:
     `adapters`: those of PEFT's that run (by row, where each has its own): in a layer with merged ones these alone, else
     the active ones that it has; "bem" for one of `probemon.bem`, "memory" where `attach_memory` put one on, and "closed
     memory" where one of the host's own adds nothing; `adapters_disabled`: active, but switched off in every layer;
-    `adapters_merged`: in the weights; `adapter_scales`: by what the update of a LoRA that runs is multiplied, every
-    value that some layer has (of a merged one what it has now); `quantisation`: "" or the kinds of tensor; `devices`:
-    with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
+    `adapters_merged`: in the weights, where they run; `adapter_scales`: by what the update of a LoRA that runs is
+    multiplied, every value that some layer has (of a merged one what it has now); `quantisation`: "" or the kinds of
+    tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
     """
 
     model: str

@@ -19,6 +19,7 @@ from probemon.core.scores import HostState
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import CLOSED_NAME, MEMORY_NAME, OWN_NAME, memories_in, memories_on, own_of
 from probemon.host.internals import (
+    adapter_scales,
     adapters_by_row,
     adapters_in_force,
     all_modules,
@@ -214,10 +215,11 @@ def host_state(model: Any) -> HostState:
         if tuned[kind] and switches_adapters(module):  # a layer of PEFT's
             on, is_off = adapters_in_force(module), bool(module.disable_adapters)
             (off if is_off else adapters).update(on)
-            merged |= set(getattr(module, "merged_adapters", ()))
-            scaling = {} if is_off else getattr(module, "scaling", {})
-            scales |= {(name, float(scaling[name])) for name in on if name in scaling}
-            by_row = () if is_off else adapters_by_row(module) or by_row
+            if not is_off:
+                merged |= set(getattr(module, "merged_adapters", ()))
+                by_row = adapters_by_row(module) or by_row
+                scaling, ran = adapter_scales(module), adapters_by_row(module) or on
+                scales |= {(name, scaling[name]) for name in ran if name in scaling}
     closed = any(memory.closed for memory in memories_in(modules))
     ours = {OWN_NAME: own_of(model) is not None, MEMORY_NAME: bool(memories_on(model)), CLOSED_NAME: closed}
     own = tuple(name for name, on in ours.items() if on)

@@ -367,6 +367,90 @@ def test_an_adapter_whose_scale_changes_within_a_generation_is_told(manager, two
     assert [run.result(out, generation=n).host_changed for n, out in enumerate((same, scaled))] == [False, True]
 
 
+def exchange_adapters(layers):
+    layers[0].set_adapter("two")
+    layers[1].set_adapter("one")
+
+
+def exchange_scales(layers):
+    layers[0].scaling, layers[1].scaling = layers[1].scaling, layers[0].scaling
+
+
+IN_SINGLE_LAYERS = {
+    "q_proj.adapters was ('one',), is ()": lambda layers: layers[0].enable_adapters(False),
+    "q_proj.adapters was ('one',), is ('two',)": exchange_adapters,
+    "q_proj.scaling['one'] was 4.0, is 5.0": exchange_scales,
+    "q_proj.merged_adapters was (), is ('one',)": lambda layers: (layers[2].unmerge(), layers[0].merge()),
+}
+
+
+@ADAPTED
+@pytest.mark.filterwarnings("ignore:.*this model's weights are others")
+@pytest.mark.parametrize("said", IN_SINGLE_LAYERS)
+def test_adapters_that_change_in_single_layers_are_told(manager, two_adapters, said):
+    """Names, scales and what is merged stay what they were, over the whole host."""
+    layers = [module for module in two_adapters.modules() if hasattr(module, "base_layer")]
+    layers[1].set_adapter("two")
+    layers[1].scaling["one"] = 5.0
+    layers[0].scaling["two"] = layers[1].scaling["two"] = 4.0
+    layers[2].merge()
+    cache = DynamicCache()
+    with manager.attach(two_adapters) as run:
+        first = two_adapters.generate(input_ids=IDS, past_key_values=cache, **GREEDY)
+        IN_SINGLE_LAYERS[said](layers)
+        two_adapters.generate(input_ids=IDS + 1, **GREEDY)
+        assert f"model.layers.0.self_attn.{said}" in host_check(run)[1]
+        second = torch.cat([first, IDS[:, :1]], dim=1)
+        second = two_adapters.generate(input_ids=second, past_key_values=cache, **GREEDY)
+    assert run.result(second).host_changed
+
+
+@ADAPTED
+def test_what_rows_run_is_named_with_its_scales_and_told_when_it_changes(manager, two_adapters):
+    """Neither row runs the adapter that is active."""
+    layer, by_row = next(module for module in two_adapters.modules() if hasattr(module, "base_layer")), ["two"] * 2
+    with manager.attach(two_adapters) as run:
+        hosts = []
+        for scale in (4.0, 4.0, 9.0):
+            layer.scaling["two"] = scale
+            two_adapters.generate(input_ids=IDS.repeat(2, 1), adapter_names=by_row, **GREEDY)
+            hosts.append(run.recordings[-1].host)
+        said = host_check(run)[1]
+    assert hosts[0] == hosts[1] != hosts[2] and hosts[0].adapters == ("two", "two")
+    assert hosts[0].adapter_scales == (("two", 4.0),) and hosts[2].adapter_scales == (("two", 4.0), ("two", 9.0))
+    assert "scaling['two'] was 4.0, is 9.0" in said
+
+
+@ADAPTED
+def test_a_scale_that_no_row_runs_is_told_since_a_later_row_may(manager, two_adapters):
+    layer = next(module for module in two_adapters.modules() if hasattr(module, "base_layer"))
+    with manager.attach(two_adapters) as run:
+        two_adapters.generate(input_ids=IDS, **GREEDY)
+        layer.set_scale("two", 9.0)
+        two_adapters.generate(input_ids=IDS, **GREEDY)
+        assert "scaling['two'] was 4.0, is 36.0" in host_check(run)[1]
+
+
+@ADAPTED
+@pytest.mark.filterwarnings("ignore:.*this model's weights are others")
+@pytest.mark.parametrize("attached_in_the_block", [True, False])
+def test_a_merged_adapter_of_disabled_layers_does_not_run_and_is_not_told_as_a_change(
+    manager, two_adapters, attached_in_the_block
+):
+    """PEFT takes it out of the weights in the first forward, within the generation."""
+    two_adapters.merge_adapter()
+    with ExitStack() as stack:
+        if attached_in_the_block:
+            stack.enter_context(two_adapters.disable_adapter())
+        run = stack.enter_context(manager.attach(two_adapters))
+        if not attached_in_the_block:
+            stack.enter_context(two_adapters.disable_adapter())
+        out = two_adapters.generate(input_ids=IDS, **GREEDY)
+        host = run.result(out).host
+        assert not run.result(out).host_changed and host_check(run)[0] == "ok"
+    assert (host.adapters, host.adapters_disabled, host.adapters_merged) == ((), ("one",), ())
+
+
 @ADAPTED
 def test_an_adapter_that_changes_within_a_document_or_a_request_is_told(manager, two_adapters):
     host, cache = two_adapters.get_base_model(), DynamicCache()

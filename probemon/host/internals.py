@@ -13,8 +13,9 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from itertools import chain
 from operator import methodcaller
 from types import CodeType, FrameType
@@ -103,39 +104,104 @@ def temporary_buffers(module: nn.Module) -> list[str]:
     return [name for name in module._buffers if name in module._non_persistent_buffers_set]
 
 
-_NAMES: weakref.WeakKeyDictionary[type, tuple[frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class MethodNames:
+    """Names in the methods of a class, from their code.
 
-
-def names_in_methods(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that methods of a class assign or register outside of `__init__`, which a forward may, and all
-    names of attributes that they mention; from their code.
+    `assigned`: what they assign or register outside of `__init__`, which a forward may; `edited`: in what they may put
+    or replace parts; `mentioned`: all names and texts in them; `parts`: texts of which they may make names. `known` is
+    False where the code of its forward cannot be read.
     """
+
+    assigned: frozenset[str]
+    edited: frozenset[str]
+    mentioned: frozenset[str]
+    parts: tuple[str, ...]
+    known: bool
+
+    def mention(self, name: str) -> bool:
+        """Whether a method may read or set an attribute of this name."""
+        return not self.known or name in self.mentioned or name.startswith(self.parts) or name.endswith(self.parts)
+
+
+_NAMES: weakref.WeakKeyDictionary[type, MethodNames] = weakref.WeakKeyDictionary()
+_EDITING = {"append", "extend", "insert", "pop", "popitem", "popleft", "appendleft", "remove", "clear", "sort"}
+_EDITING |= {"add", "discard", "update", "setdefault", "difference_update", "intersection_update"}
+_BY_TEXT = {"register_buffer", "setattr", "__setattr__", "__dict__", "vars"}
+
+
+def names_in_methods(kind: type) -> MethodNames:
+    """Return the names in the methods of a class."""
     if kind not in _NAMES:
-        assigned, mentioned = set[str](), set[str]()
-        for code in _methods(kind):
-            mentioned |= set(code.co_names)
-            assigned |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
-            if "register_buffer" in code.co_names:
-                assigned |= {text for text in code.co_consts if isinstance(text, str)}
-        _NAMES[kind] = frozenset(assigned), frozenset(mentioned)
+        assigned, edited, mentioned, parts = set[str](), set[str](), set[str](), set[str]()
+        for code, acts in dict.fromkeys(_codes(kind)):
+            names, texts = set(code.co_names), _texts(code.co_consts)
+            mentioned |= names | texts
+            if not names.isdisjoint(_BY_TEXT | {"getattr", "hasattr"}):
+                parts |= {text for text in texts if len(text) > 1}
+            if acts:
+                steps = list(dis.get_instructions(code))
+                assigned |= {step.argval for step in steps if step.opname == "STORE_ATTR"}
+                assigned |= set() if names.isdisjoint(_BY_TEXT) else texts
+                puts = any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in steps)
+                edited |= names if puts or not names.isdisjoint(_EDITING) else set()
+        known = hasattr(inspect.unwrap(getattr(kind, "forward", None)), "__code__")  # type: ignore[arg-type]
+        _NAMES[kind] = MethodNames(frozenset(assigned), frozenset(edited), frozenset(mentioned), tuple(parts), known)
     return _NAMES[kind]
+
+
+def may_read(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward may read an attribute or a buffer of this name, by the code of its class."""
+    kind = type(module)
+    replaced = unshadowed(vars(module).get("forward")) is not None
+    return replaced or hasattr(kind, name) or names_in_methods(kind).mention(name)
 
 
 _PREPARING = {"__init__", "__setstate__", "reset_parameters", "_init_weights", "init_weights", "post_init"}
 
 
-def _methods(kind: type) -> Iterator[CodeType]:
-    """Yield the code of a class's methods, and of functions in them; not of bases that every module has."""
+def _codes(kind: type) -> Iterator[tuple[CodeType, bool]]:
+    """Yield the code of a class's methods, of functions in them, and of those of the same file that they call; not of
+    bases that every module has. And whether a forward may run it; torch's own modules are taken to change nothing.
+    """
     for base in kind.__mro__:
-        if base.__module__.startswith(("builtins", "torch.", "transformers.modeling_", "transformers.generation")):
+        if base is nn.Module or base.__module__.startswith(
+            ("builtins", "transformers.modeling_", "transformers.generation")
+        ):
             continue
         for name, method in vars(base).items():
-            function: Any = inspect.unwrap(getattr(method, "__func__", method)) if callable(method) else None
-            waiting = [function.__code__] if hasattr(function, "__code__") and name not in _PREPARING else []
-            while waiting:
-                code = waiting.pop()
-                yield code
-                waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            parts: list[Any] = [method.fget, method.fset] if isinstance(method, property) else [method]
+            for function in filter(callable, parts):
+                acts = name not in _PREPARING and not base.__module__.startswith("torch.")
+                while hasattr(function, "__wrapped__"):  # what a decorator does is not known to be done in a forward
+                    yield from _codes_of(function, acts=False)
+                    function = function.__wrapped__
+                yield from _codes_of(function, acts)
+
+
+def _codes_of(function: Any, acts: bool) -> Iterator[tuple[CodeType, bool]]:
+    waiting, seen = [getattr(function, "__func__", function)], set[CodeType]()
+    while waiting:
+        function = waiting.pop()
+        code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
+        if not isinstance(code, CodeType) or code in seen:
+            continue
+        seen.add(code)
+        yield code, acts
+        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        if not isinstance(function, CodeType):
+            named = [function.__globals__.get(name) for name in code.co_names]
+            waiting += [one for one in named if inspect.isfunction(one) and one.__module__ == function.__module__]
+
+
+def _texts(constants: Iterable[Any]) -> set[str]:
+    """Return the texts among the constants of code, and those in tuples of them."""
+    texts = set[str]()
+    for value in constants:
+        texts |= (
+            {value} if isinstance(value, str) else _texts(value) if isinstance(value, (tuple, frozenset)) else set()
+        )
+    return texts
 
 
 def remade_frequencies(module: nn.Module) -> list[str]:
@@ -197,6 +263,7 @@ class Members:
             for module in self.modules
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
+            if may_read(module, name) or module._forward_pre_hooks  # else somebody counts something in it
         ]
         self._held = self._now()  # kept alive, so that an id is nobody else's
         self._ids = list(map(id, self._held))

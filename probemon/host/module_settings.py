@@ -13,6 +13,7 @@ training mode counts in modules that drop values, add noise, or normalise by a b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from numbers import Number
 from operator import is_, itemgetter
@@ -28,6 +29,7 @@ from probemon.host.internals import (
     ATTENTION,
     attention_kind,
     keeps_statistics,
+    may_read,
     names_in_methods,
     own_attributes,
     remade_frequencies,
@@ -42,22 +44,23 @@ from probemon.state_settings import sets_states
 
 # What is set, by place (of a module, a configuration, a class) and name; "" names the class of a module.
 Settings = Mapping[tuple[str, str], Any]
-_OVER_CLASS = "own "  # before the name of an attribute that lies over one of the class
 _PLAIN = (type(None), bool, Number, str, bytes, torch.dtype)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _ABSENT = object()
 
 
 def differing(before: Settings, now: Settings) -> list[str]:
-    """Say what is set otherwise. An attribute that one of the two has alone counts only where the class has it, too."""
+    """Say what is set otherwise. What one of the two has alone counts where its place is of one class in both."""
     texts = []
     for key in () if before is now else dict.fromkeys((*before, *now)):
         (place, name), was, value = key, before.get(key, _ABSENT), now.get(key, _ABSENT)
-        alone = _ABSENT in (was, value) and name and not name.startswith(_OVER_CLASS)
+        alone = _ABSENT in (was, value) and name and before.get((place, "")) is not now.get((place, ""), _ABSENT)
         if not (alone or was is value or was == value):
-            what = ".".join(filter(None, (place, name.removeprefix(_OVER_CLASS)))) or "the model"
-            written = any(isinstance(one, _Written) for one in (was, value))
-            texts.append(f"{what} was written to" if written else f"{what} was {_shown(was)}, is {_shown(value)}")
+            what, kinds = ".".join(filter(None, (place, name))) or "the model", {type(was), type(value)}
+            if kinds.isdisjoint({_Written, _Itself}):
+                texts.append(f"{what} was {_shown(was)}, is {_shown(value)}")
+            else:
+                texts.append(f"{what} was {'written to' if _Written in kinds else 'replaced'}")
     return texts
 
 
@@ -79,6 +82,18 @@ class _Written(tuple[int, int]):
     """Where a tensor lies, and how often it was written to."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """A container that forwards may change: what is in it is no setting, but that it is this one."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class _Look:
     """One walk over the modules. What it read is kept alive and compared with what is there later, values by identity:
     only where one is another, a walk is made anew.
@@ -95,10 +110,11 @@ class _Look:
                 self._read_module(without_wrappers(f"{path}.").rstrip("."), module, configurations)
         for place, configuration in configurations.values():
             self._read_configuration(place, configuration)
-        self._kinds: list[Any] = list(dict.fromkeys(map(type, model.modules())))
-        self.settings.update(
-            {(f"{kind.__module__}.{kind.__qualname__}", "forward"): kind.forward for kind in self._kinds}
-        )
+        self._modules = list(model.modules())
+        self._kinds: list[Any] = list(dict.fromkeys(map(type, self._modules)))
+        for kind in self._kinds:
+            for name in ("forward", "__call__"):
+                self.settings[f"{kind.__module__}.{kind.__qualname__}", name] = getattr(kind, name)
         self._sizes, self._values, self._parts = self._sizes_now(), self._values_now(), self._parts_now()
         self._marks = self._marks_now()
         self.settings.update({key: _Written(mark) for (key, _), mark in zip(self._tensors, self._marks, strict=True)})
@@ -120,7 +136,9 @@ class _Look:
         tensors = [kept.get(name) for (_, name), kept in self._tensors]
         return [
             *chain.from_iterable([read(kept) for kept, read in self._readers]),
+            *map(type, self._modules),
             *(kind.forward for kind in self._kinds),
+            *(kind.__call__ for kind in self._kinds),
             *tensors,
         ]
 
@@ -135,19 +153,23 @@ class _Look:
 
     def _read_module(self, place: str, module: nn.Module, configurations: dict[int, tuple[str, Any]]) -> None:
         kept, kind = vars(module), type(module)
-        (assigned, mentioned), remade = names_in_methods(kind), remade_frequencies(module)
+        methods, remade = names_in_methods(kind), remade_frequencies(module)
         self.settings[place, ""] = kind
         # What PEFT keeps in its layers is compared as its switches.
-        names = [] if switches_adapters(module) else [name for name in own_attributes(module) if name not in assigned]
+        own = [] if switches_adapters(module) else own_attributes(module)
+        names = [name for name in own if name not in methods.assigned and may_read(module, name)]
         for name in names:
             self._read(place, name, kept, module)
         self._tensors += [
             ((place, name), module._buffers)
             for name in temporary_buffers(module)
-            if name not in assigned and name not in remade and module._buffers[name] is not None
+            if name not in methods.assigned and name not in remade and module._buffers[name] is not None
+            if may_read(module, name)
         ]
         rates = drop_rates(module) | _noise(module) if module.training else {}
-        of_another = not kind.__module__.startswith(("torch.", "transformers.", "peft.")) and "training" in mentioned
+        of_another = (
+            not kind.__module__.startswith(("torch.", "transformers.", "peft.")) and "training" in methods.mentioned
+        )
         acts = module.training and (bool(rates) or keeps_statistics(module) or of_another)
         self.settings.update({(place, name): rate for name, rate in rates.items()})
         self.settings[place, "training"] = acts
@@ -163,6 +185,7 @@ class _Look:
         for name, value in kept.items():
             if isinstance(value, PretrainedConfig):
                 self._read_configuration(f"{place}.{name}", value)
+        self.settings[place, ""] = type(configuration)
         names = [name for name, value in kept.items() if sets_states(name, value)]
         for name in names:
             self._read(place, name, kept)
@@ -173,11 +196,13 @@ class _Look:
     def _read(self, place: str, name: str, kept: dict[str, Any], module: nn.Module | None = None) -> None:
         value, key = kept[name], (place, name)
         if module is not None and hasattr(type(module), name):
-            key, value = (place, f"{_OVER_CLASS}{name}"), _over_class(module, name, value)
+            value = _over_class(module, name, value)
             if value is _ABSENT:
                 return
         if isinstance(value, Tensor):
-            self._tensors.append(((place, name), kept))
+            self._tensors.append((key, kept))
+        elif isinstance(value, _CONTAINERS) and module is not None and name in names_in_methods(type(module)).edited:
+            self.settings[key] = _Itself(value)
         elif isinstance(value, _CONTAINERS):
             self.settings[key] = _plain(value)
             self._containers.append(value)

@@ -84,9 +84,15 @@ class Counts(nn.Module):
         return x * self.scale
 
 
+class Keeps(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.kept
+
+
 def test_names_that_methods_assign_are_known_from_their_code():
-    assigned, mentioned = internals.names_in_methods(Counts)
-    assert {"n_calls", "table"} <= assigned and not {"scale", "kept"} & assigned and "scale" in mentioned
+    names = internals.names_in_methods(Counts)
+    assert {"n_calls", "table"} <= names.assigned and not {"scale", "kept"} & names.assigned
+    assert names.mention("scale") and not names.mention("activation")
     assert internals.own_attributes(Counts()) == ["scale", "n_calls"]
     assert internals.temporary_buffers(Counts()) == ["table"]
     assert internals.keeps_statistics(nn.BatchNorm1d(2)) and not internals.keeps_statistics(nn.LayerNorm(2))
@@ -231,8 +237,9 @@ def test_members_are_the_same_until_one_is_another():
         "a buffer that is gone": lambda host: delattr(host[0], "kept"),
     }
     for what, change in changes.items():
-        host, beside = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+        host, beside = nn.Sequential(Keeps(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
         host[0].register_buffer("kept", torch.ones(2))
+        host[0].register_buffer("n_calls", torch.ones(2))  # of somebody who counts
         host[0].register_buffer("made_anew", torch.ones(2), persistent=False)
         members = internals.Members([host, beside])
         assert members.modules == [*host.modules(), beside]

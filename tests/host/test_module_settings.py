@@ -75,7 +75,7 @@ def possible_changes(model):
             known.add(id(config))
             for name, value in list(held.items()):
                 of_config = held is not vars(module) and name.startswith("_")  # how it is loaded, and what it returns
-                if of_config or (kind, name) in known or name in OF_TORCH or name in names_in_methods(kind)[0]:
+                if of_config or (kind, name) in known or name in OF_TORCH or name in names_in_methods(kind).assigned:
                     continue
                 if isinstance(value, nn.Module) and next(value.parameters(), None) is None:
                     yield f"{kind.__name__}.{name}", held, name, Scaled(value)
@@ -194,3 +194,130 @@ def test_what_runs_a_model_in_another_way_is_no_change(helper):
     with torch.no_grad():
         model(IDS)
     assert marks.now().changes(mark) == []
+
+
+class Remote(nn.Module):
+    """As code on a hub may be: it counts and keeps in containers, and reads what nobody may have set."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scales = inner, [1.0, 1.0]
+        self.stats, self.hist, self.cache = {"n": 0}, [], {}
+        self.n_calls = 0
+
+    def forward(self, x):
+        self.stats["n"] += 1
+        self.hist.append(x.shape[1])
+        self.cache.setdefault(x.shape[1], torch.ones(x.shape[1]))
+        count(self)
+        return self.scaled(x)
+
+    def scaled(self, x):
+        return self.inner(x) * self.scales[0] * getattr(self, "gain", 1.0) * getattr(self, f"{self.kind}_gain", 1.0)
+
+    @property
+    def kind(self):
+        return "first" if not hasattr(self, "other_kind") else self.other_kind
+
+
+def count(module):
+    module.n_calls += 1
+
+
+def remote_model():
+    model = make_model()
+    model.model.layers[0].mlp = Remote(model.model.layers[0].mlp)
+    return model
+
+
+def capture_as_attribute(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, out: setattr(module, "activation", out))
+
+
+def capture_in_a_list(model):
+    model.model.layers[0].mlp.acts = []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: module.acts.append(out.detach()))
+
+
+def count_operations(model):
+    def add(module, args, out):
+        module.total_ops += 1
+
+    for module in model.modules():
+        module.register_buffer("total_ops", torch.zeros(1, dtype=torch.float64))
+        module.register_buffer("total_params", torch.zeros(1), persistent=False)
+        if not module._modules:
+            module.register_forward_hook(add)
+
+
+COUNTING = [lambda model: None, capture_as_attribute, capture_in_a_list, count_operations]
+
+
+@pytest.mark.parametrize("put", COUNTING, ids=["nothing", "attribute", "list", "buffers"])
+def test_what_forwards_and_hooks_count_and_keep_is_no_change(put):
+    model = remote_model()
+    put(model)
+    marks = HostMarks(model)
+    mark = marks.now()
+    run_in_all_ways(model)
+    assert model.model.layers[0].mlp.hist and marks.now().changes(mark) == [] and not marks.now().differs(mark)
+    model.model.layers[0].mlp.scales[0] = 2.0  # a container that no forward changes
+    assert marks.now().changes(mark) == ["model.layers.0.mlp.scales was (1.0, 1.0), is (2.0, 1.0)"]
+    model.model.layers[0].mlp.scales[0], model.model.layers[0].mlp.hist = 1.0, []
+    assert marks.now().changes(mark) == ["model.layers.0.mlp.hist was replaced"]
+
+
+ABSENT_BEFORE = {
+    "config.is_causal was absent, is False": lambda model: setattr(model.config, "is_causal", False),
+    "model.layers.0.mlp.gain was absent, is 3.0": lambda model: setattr(model.model.layers[0].mlp, "gain", 3.0),
+    "model.layers.0.mlp.first_gain was absent, is 3.0": lambda model: setattr(
+        model.model.layers[0].mlp, "first_gain", 3.0
+    ),
+    "model.layers.0.mlp.other_kind was absent, is 'x'": lambda model: setattr(
+        model.model.layers[0].mlp, "other_kind", "x"
+    ),
+}
+
+
+@pytest.mark.parametrize("said", ABSENT_BEFORE)
+def test_settings_that_were_absent_before_are_noticed(said):
+    model = remote_model()
+    marks = HostMarks(model)
+    mark = marks.now()
+    ABSENT_BEFORE[said](model)
+    assert marks.now().changes(mark) == [said] and mark.changes(marks.now()) != []
+
+
+def test_a_module_of_another_class_is_noticed_and_one_whose_class_is_called_otherwise():
+    class Sub(Remote):
+        def forward(self, x):
+            return x
+
+    model = remote_model()
+    marks = HostMarks(model)
+    mark, part = marks.now(), model.model.layers[0].mlp
+    part.__class__ = Sub
+    assert marks.now().changes(mark)[0].endswith("mlp was Remote, is " + Sub.__qualname__)
+    part.__class__ = Remote
+    assert marks.now().changes(mark) == []
+    Remote.__call__ = lambda self, x: x
+    try:
+        [said] = marks.now().changes(mark)
+    finally:
+        del Remote.__call__
+    assert "Remote.__call__ was Module._wrapped_call_impl, is " in said and marks.now().changes(mark) == []
+
+
+def test_all_attributes_count_where_a_forward_is_put_on_the_module_itself():
+    """Its code is none of the class's."""
+    model = remote_model()
+    part = model.model.layers[0].mlp
+    part.strength = 1.0
+    marks = HostMarks(model)
+    mark = marks.now()
+    part.strength = 2.0
+    assert marks.now().changes(mark) == []
+    part.strength, part.forward = 1.0, lambda x: x * part.strength
+    mark = marks.now()
+    part.strength = 2.0
+    assert marks.now().changes(mark) == ["model.layers.0.mlp.strength was 1.0, is 2.0"]

@@ -153,8 +153,8 @@ def names_in_methods(kind: type) -> MethodNames:
 def may_read(module: nn.Module, name: str) -> bool:
     """Whether a module's forward may read an attribute or a buffer of this name, by the code of its class."""
     kind = type(module)
-    replaced = unshadowed(vars(module).get("forward")) is not None
-    return replaced or hasattr(kind, name) or names_in_methods(kind).mention(name)
+    mentioned = names_in_methods(kind).mention(name) or hasattr(kind, name)
+    return mentioned or unshadowed(vars(module).get("forward")) is not None
 
 
 _PREPARING = {"__init__", "__setstate__", "reset_parameters", "_init_weights", "init_weights", "post_init"}

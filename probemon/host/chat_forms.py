@@ -112,6 +112,8 @@ def _normalised(message: Any, at: int) -> dict[str, Any]:
     if content is None:
         raise ChatRefused(f"messages[{at}] has no content: give a text", at, "content")
     given["content"] = content
+    if given.get("role") == "assistant":
+        _say_as_templates_do(given)
     if not given.get("tool_calls", True):
         del given["tool_calls"]
     if isinstance(given.get("tool_calls"), (list, tuple)):
@@ -123,6 +125,17 @@ def _normalised(message: Any, at: int) -> dict[str, Any]:
             wrong,
         )
     return given
+
+
+def _say_as_templates_do(message: dict[str, Any]) -> None:
+    """Say in an assistant's turn what fields of OpenAI's say that no template looks at: a call of a function as a tool
+    call, a refusal as the content.
+    """
+    call, refusal = message.pop("function_call", None), message.pop("refusal", None)
+    if isinstance(call, Mapping) and not message.get("tool_calls"):
+        message["tool_calls"] = [{"type": "function", "function": dict(call)}]
+    if isinstance(refusal, str) and not message["content"]:
+        message["content"] = refusal
 
 
 def _texts_in(value: Any) -> Iterator[str]:

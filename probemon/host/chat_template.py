@@ -35,6 +35,7 @@ from probemon.host.chat_forms import (
 
 _LONG = 40  # characters of a message: fewer may stand in a prompt by chance
 _NOTHING = ("None", "null", "Undefined")  # what templates write for a content that they do not look at
+_PARTS = ("{'type': 'text'", '{"type": "text"')  # as Python and JSON write a part of a content
 _OTHER_DAY = 400  # days from another: no part of the date is the same
 
 
@@ -99,10 +100,18 @@ def render(
 
 
 def source_of(tokenizer: Any, tools: Any = None) -> str:
-    """Return the source of the template that a chat with these tools is written by; "" where there is none."""
+    """Return the source of the template that a chat with these tools is written by; "" where there is none. Raises
+    `ChatRefused` if there are several and none is the default.
+    """
     source = getattr(tokenizer, "chat_template", None)
     if isinstance(source, dict):
-        source = tokenizer.get_chat_template(None, tools)
+        try:
+            source = tokenizer.get_chat_template(None, tools)
+        except ValueError as error:
+            raise ChatRefused(
+                f"the tokenizer has several chat templates ({', '.join(source)}) and none of them is called default:"
+                " set tokenizer.chat_template to the one that is meant"
+            ) from error
     return source if isinstance(source, str) else ""
 
 
@@ -173,6 +182,9 @@ def _check(template: _Template, form: Form, said: Messages, prompting: bool, tex
         )
     _check_arguments(write, said, form)
     _check_empty(write, said, text)
+    if form.parts and any(text.count(mark) > sum(one["content"].count(mark) for one in said) for mark in _PARTS):
+        # As if it had raised on them: what it says of texts goes before.
+        raise ChatRefused("the chat template writes the parts of a content as code") from TypeError("no text")
 
 
 def _refused(write: Callable[[Messages], str], said: Messages, error: Exception) -> ChatRefused:
@@ -243,7 +255,7 @@ def left_out(write: Callable[[Messages], str], messages: Messages) -> tuple[int,
     """Return which message of a chat, and what of it ("content", "tool_calls"), changes nothing in its text; the first,
     None where all that is said is there.
 
-    A message whose words stand in the text is taken to be read: they are looked for before anything is tried. An error
+    A message whose words stand in the text, as often as messages say them, is taken to be read. An error
     of `write` at a chat that was changed counts as having looked; at the chat itself it is raised.
     """
     text = write(messages)
@@ -251,7 +263,8 @@ def left_out(write: Callable[[Messages], str], messages: Messages) -> tuple[int,
         content, calls = message.get("content"), message.get("tool_calls")
         said = content.strip() if isinstance(content, str) else ""
         sure = (message.get("role") in ("user", "assistant") and not calls) or len(said) >= _LONG
-        if said and not (sure and said in text):
+        n_said = sum(str(one.get("content")).count(said) for one in messages) if said else 0
+        if said and not (sure and text.count(said) >= n_said):
             other = {**message, "content": f"{said} {at}"}
             if not _changes(write, [*messages[:at], other, *messages[at + 1 :]], text):
                 return at, "content"

@@ -33,6 +33,7 @@ from probemon.core.memory_reads import MemoryReads, Reading, with_texts
 from probemon.core.scores import GENERATED, PHASES, Coverage, Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_forms import check_said
 from probemon.host.chat_template import render
 from probemon.host.text_tokens import ids_of
 from probemon.monitor.companion import Companion
@@ -98,6 +99,7 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, Any]]) -> dict[
     else:
         check_mappings("messages", messages)
         try:
+            check_said(messages, None)
             ids = render(tokenizer, messages, add_generation_prompt=True).ids
         except ChatRefused as error:
             raise ConfigError(str(error)) from error

@@ -203,7 +203,11 @@ class StateReader:
         for row, piece in enumerate(rows):
             encoded = tokens[piece.place]
             assert encoded is not None
-            ids[row, : len(piece)] = [*encoded.prefix, *encoded.ids[piece.begin : piece.stop], *encoded.suffix]
+            ids[row, : len(piece)] = [
+                *encoded.prefix_at(piece.begin),
+                *encoded.ids[piece.begin : piece.stop],
+                *encoded.suffix,
+            ]
             mask[row, : len(piece)] = 1  # padding follows the text, where no state of it can see it: see _padded
             first = row * longest + piece.n_prefix - piece.begin
             at.append(np.arange(first + piece.scored, first + piece.stop))

@@ -39,6 +39,7 @@ class Tokens:
 
     - `ids [T]`; `start`, `end` `[T]`: their characters in the text, -1 where the tokenizer does not say.
     - `prefix`, `suffix`: special tokens before and after it.
+    - `own_prefix`: the special tokens that it begins with itself, which only its later windows need.
     """
 
     ids: Ints
@@ -46,9 +47,14 @@ class Tokens:
     end: Ints
     prefix: tuple[int, ...]
     suffix: tuple[int, ...] = ()
+    own_prefix: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def prefix_at(self, begin: int) -> tuple[int, ...]:
+        """Return the special tokens before a window that begins at token `begin`."""
+        return self.own_prefix if begin and self.own_prefix else self.prefix
 
 
 @dataclass(frozen=True)
@@ -178,23 +184,25 @@ def encode(
     bos = getattr(tokenizer, "bos_token_id", None)
     if special_tokens == "bos" and not before and bos is not None:
         before = (int(bos),)
-    if begins_with(ids[inside], before):  # a rendered chat, say, which has its own
-        before = ()
-    return Tokens(ids[inside], start, end, before, behind if after else ())
+    has_own = begins_with(ids[inside], before)  # a rendered chat, say
+    return Tokens(
+        ids[inside], start, end, () if has_own else before, behind if after else (), before if has_own else ()
+    )
 
 
 def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
     """Cut a document into pieces, in order; each of its tokens is scored in one of them."""
-    n_prefix, n_suffix, n = len(tokens.prefix), len(tokens.suffix), len(tokens)
-    room = window.n_tokens - n_prefix - n_suffix
-    if room <= window.overlap:
+    n_suffix, n = len(tokens.suffix), len(tokens)
+    n_special = max(len(tokens.prefix), len(tokens.own_prefix)) + n_suffix
+    if window.n_tokens - n_special <= window.overlap:
         raise ConfigError(
-            f"windows of {window.n_tokens} tokens have {n_prefix + n_suffix} special ones and overlap by"
-            f" {window.overlap}: nothing is left"
+            f"windows of {window.n_tokens} tokens have {n_special} special ones and overlap by {window.overlap}:"
+            " nothing is left"
         )
     pieces, begin, scored = [], 0, 0
     while scored < n:
-        stop = min(begin + room, n)
+        n_prefix = len(tokens.prefix_at(begin))
+        stop = min(begin + window.n_tokens - n_prefix - n_suffix, n)
         pieces.append(Piece(place, begin, scored, stop, n_prefix, n_suffix))
         begin, scored = stop - window.overlap, stop
     return pieces

@@ -134,7 +134,7 @@ def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> list[tuple[in
     whole = [places for end, places in ways.items() if chat.text[end:] == rest]
     if marks or not whole:
         raise TrainingError(
-            f"{example.where}: the model's chat template changes what is said, so where each turn stands is unknown:"
-            " give the chat as a text of its own with 'spans' or 'labels'"
+            f"{example.where}: the model's chat template changes what is said (many cut reasoning in <think> away), so"
+            " where each turn stands is unknown: say only what the template writes"
         )
     return whole[0]

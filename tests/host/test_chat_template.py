@@ -229,3 +229,74 @@ def test_text_that_no_utf8_holds_is_refused_by_name(message, part):
         rendered(ALL, [{"role": "user", "content": "a"}, message])
     with pytest.raises(ConfigError, match="not valid Unicode"):
         encode(make_tokenizer(), "a\udcff")
+
+
+@pytest.mark.parametrize(
+    "said", [{"content": None, "refusal": "I cannot."}, {"content": "I cannot.", "refusal": "No."}]
+)
+def test_a_refusal_is_what_an_assistant_said(said):
+    chat = rendered(ALL, [{"role": "user", "content": "Go"}, {"role": "assistant", **said}])
+    assert chat.text == "user: Go\nassistant: I cannot.\n"
+
+
+def test_a_call_of_a_function_is_given_as_a_tool_call():
+    call = {"name": "add", "arguments": '{"a": 2}'}
+    template = (
+        "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+        "{{ m.content }}\n{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": None, "function_call": call}]
+    assert rendered(template, turns).text == ('userGo\nassistant{"name": "add", "arguments": {"a": 2}}\n')
+
+
+LONG = "Answer in one short sentence, whatever you are asked for."
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content[:12] }}{% endfor %}", "leaves out content of messages"),
+        (
+            "{% for m in messages %}{% if m.content is string %}{{ raise_exception('too long') }}{% endif %}"
+            "{{ m.content }}{% endfor %}",
+            r"does not take messages\[0\].*too long",
+        ),
+    ],
+)
+def test_parts_that_are_written_as_code_are_no_way_around_a_refusal(template, reason):
+    with pytest.raises(ChatRefused, match=reason):
+        rendered(template, chat(("system", LONG), ("user", "Hi there, how do you do today, my dear?")))
+
+
+def test_a_message_that_is_dropped_is_not_excused_by_another_one_like_it():
+    once = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    template = once + "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ChatRefused, match=r"leaves out content of messages\[2\], with the role 'system'"):
+        rendered(template, chat(("system", LONG), ("user", "Hi"), ("system", LONG), ("user", "Go on")))
+    assert rendered(ALL, chat(("user", LONG), ("user", LONG))).text.count(LONG) == 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "'messages' is empty"),
+        ([{"role": "user", "content": 5}], r"messages\[0\] has a content that is no text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"messages\[0\] has a content"),
+    ],
+)
+def test_a_stream_is_refused_what_is_no_chat_of_texts(messages, reason):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ALL
+    with pytest.raises(ConfigError, match=reason):
+        encode(tokenizer, messages)
+
+
+def test_several_templates_without_a_default_are_named():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"rag": ALL, "tool_use": ALL}
+    with pytest.raises(
+        ChatRefused, match=r"several chat templates \(rag, tool_use\) and none of them is called default"
+    ):
+        render(tokenizer, chat(("user", "Hi")))
+    tokenizer.chat_template["default"] = USERS
+    assert render(tokenizer, chat(("user", "Hi"))).text == "Hi\n"

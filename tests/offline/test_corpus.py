@@ -72,6 +72,20 @@ def tables(out):
     return {name: table.to_pydict() for name, table in whole.items()}, analysis.manifest["totals"]
 
 
+@pytest.mark.parametrize("parse_special", [True, False])
+def test_every_window_of_a_text_with_its_own_beginning_begins_so(model, manager, tokenizer, tmp_path, parse_special):
+    """The windows of both texts hold the same tokens, so what follows the beginning has the same scores."""
+    text = "abcabdacbdab" * 3
+    scored = []
+    for at, given in enumerate([text, "<s>" + text]):
+        out, reading = tmp_path / str(at), Reading(Window(16, 4), parse_special=parse_special)
+        scores = analyze(manager, model, tokenizer, [given], out, reading=reading).scores().to_pydict()
+        begun = [position - at for position in scores["position"]]
+        after = [i for i, position in enumerate(begun) if position >= 0]
+        scored.append([(begun[i], scores["concept"][i], round(scores["score"][i], 5)) for i in after])
+    assert (scored[0] == scored[1]) == parse_special
+
+
 # -- the plan ------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ from probemon.cli.train import train
 from probemon.cli.vllm import vllm
 from probemon.cli.watch import watch
 from probemon.core.cache_folders import check_import_folders
+from probemon.core.harmless_text import is_unicode
 from probemon.errors import ConfigError, ProbemonError
 
 # Of a file that an error does not name: what a machine lacks at any moment, and no defect of a command.
@@ -92,6 +93,7 @@ def callback(
     ] = False,
 ) -> None:
     """Watch a language model from the inside: concept probes, in a hierarchy, at every token."""
+    _check_current_folder()
 
 
 def main() -> None:
@@ -119,6 +121,7 @@ def main() -> None:
 def _run() -> int:
     """Run the command that was asked for and return its exit status, 2 for an error of ours."""
     try:
+        _check_arguments()
         code = app(prog_name="probemon", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except ProbemonError as error:
@@ -154,6 +157,24 @@ def _run() -> int:
         end = f"{message.rstrip('.')}: {known}" if known else f"{message} (see {path} --help)"
         say(f"probemon: {end}", error=True)
         return 2
+
+
+def _check_arguments() -> None:
+    """Raise `ConfigError` for an argument that is not UTF-8, which no file that is written could name."""
+    for argument in sys.argv[1:]:
+        if not is_unicode(argument):
+            shown = os.fsencode(argument).decode("utf-8", "backslashreplace")
+            raise ConfigError(f"the argument '{shown:.200}' is not UTF-8: write it in UTF-8, or rename its file")
+
+
+def _check_current_folder() -> None:
+    """Raise `ConfigError` where the current folder is gone, in which torch ends the process as it is imported."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current folder does not exist any more ({error.strerror}): change to one that does (cd)"
+        ) from error
 
 
 def _missing_folder() -> str:

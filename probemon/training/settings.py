@@ -89,7 +89,7 @@ class TrainingSettings:
 
         if self.states is not None:
             return Path(self.states)
-        return cache_dir() / "states" / sha256(str(out.resolve()).encode()).hexdigest()[:16]
+        return cache_dir() / "states" / sha256(os.fsencode(out.resolve())).hexdigest()[:16]
 
     def sites(self, n_layers: int) -> list[str]:
         """Return the sites to try in a host of so many layers, the earliest first. Raises `ConfigError`."""

@@ -79,6 +79,26 @@ def test_the_package_is_a_command_too():
     assert (done.returncode, done.stdout, done.stderr) == (0, "probemon 0.1.0\n", "")
 
 
+@pytest.mark.parametrize("line", [["inspect", "demo"], ["watch", "demo"], ["pack", "show"]], ids=" ".join)
+def test_a_current_folder_that_is_gone_is_said_in_one_line(tmp_path, line):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, "-m", "probemon", *line],
+        cwd=gone, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("probemon: the current folder does not exist any more")
+
+
+@pytest.mark.parametrize("line", [b"train demo rows.jsonl --out p\xe9", b"inspect p\xe9", b"p\xe9"])
+def test_an_argument_that_is_not_utf_8_is_refused(monkeypatch, capsys, line):
+    code, out, error = run(monkeypatch, capsys, *map(os.fsdecode, line.split()))
+    assert (code, out) == (2, "")
+    assert error == "probemon: the argument 'p\\xe9' is not UTF-8: write it in UTF-8, or rename its file\n"
+
+
 @pytest.mark.parametrize(
     "module", ["typer", "probemon.cli.app", "probemon.cli.watch", "numpy", "torch", "torch.nn", "transformers"]
 )

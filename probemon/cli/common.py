@@ -136,8 +136,8 @@ def use_threads(threads: int) -> None:
 
 def bytes_of(budget: float) -> int:
     """Return the bytes of a --budget in GB."""
-    if not 0 <= budget < math.inf:
-        raise ConfigError(f"--budget is {budget:g}: give a number of GB")
+    if not (budget == 0 or 1e-9 <= budget < math.inf):
+        raise ConfigError(f"--budget is {budget:g}: give a number of GB, one byte (1e-09) or more")
     return int(budget * 1e9)
 
 

@@ -60,7 +60,7 @@ def states(
     as_json: AsJson = False,
 ) -> None:
     """Write the hidden states of DATA in MODEL to files, token by token, with labels: for a trainer of your own."""
-    from probemon.core.probes import parse_site
+    from probemon.core.probes import check_sites_once, parse_site
     from probemon.training.collect import TABLE, collect
     from probemon.training.examples import read_examples
 
@@ -69,6 +69,7 @@ def states(
         parse_site(site)
     if not chosen:
         raise ConfigError("--sites is empty: give one, such as resid_post.15")
+    check_sites_once(chosen)
     most_bytes = bytes_of(budget) or None
     parse_date(chat_date)
     use_threads(threads)

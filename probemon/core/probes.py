@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,15 @@ def parse_site(site: str) -> tuple[str, int]:
             " N a 0-based layer of the host (0 to 9999)"
         )
     return match.group(1), int(match.group(2))
+
+
+def check_sites_once(sites: Iterable[str]) -> None:
+    """Raise `ConfigError` where a site is named twice: its states would be read twice, and written to one place."""
+    seen = set[str]()
+    for site in sites:
+        if site in seen:
+            raise ConfigError(f"the site {site!r} is named twice: name it once")
+        seen.add(site)
 
 
 def is_recurrent(site: str) -> bool:

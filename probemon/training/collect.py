@@ -23,11 +23,12 @@ import numpy as np
 import torch
 
 from probemon.core.checks import check_count
+from probemon.core.counted import counted
 from probemon.core.extras import import_arrow
 from probemon.core.files import save_tensors, write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import SITE
-from probemon.errors import TrainingError
+from probemon.errors import ConfigError, TrainingError
 from probemon.host.chat_dates import CHAT_DATE
 from probemon.offline.windows import Reading, cut
 from probemon.training.example_files import Source
@@ -162,8 +163,13 @@ def collect(
     kept = [np.flatnonzero(text.counts(own)) for text, own in zip(texts, tokens, strict=True)]
     n_wanted = sum(map(len, kept))
     if budget is not None:
-        of_one = f"give at least {reader.row_bytes}, the bytes of one token, or None for all tokens"
-        check_count("budget", budget, least=reader.row_bytes, remedy=of_one)
+        of_one = f"{reader.row_bytes} bytes ({reader.row_bytes / 1e9:g} GB)"
+        budget = check_count("budget", budget, remedy=f"give {of_one}, what one token takes, or more")
+        if budget < reader.row_bytes:
+            raise ConfigError(
+                f"the budget is {counted(budget, 'byte')} ({budget / 1e9:g} GB), and the states of one token take"
+                f" {of_one}: give that or more, or no budget for all tokens"
+            )
         kept = drawn_evenly(kept, row_bytes=reader.row_bytes, budget=budget, seed=seed)
     with held(out):
         store = collect_states(StatePlan(reader, texts, tokens, kept), out, progress=progress)

@@ -14,7 +14,7 @@ from typing import Any
 from probemon.core.aggregate import Aggregator, named
 from probemon.core.baselines import refuse_baseline
 from probemon.core.checks import check_choice, check_count, check_share, shown
-from probemon.core.probes import is_recurrent, parse_site
+from probemon.core.probes import check_sites_once, is_recurrent, parse_site
 from probemon.errors import ConfigError
 from probemon.host.chat_dates import CHAT_DATE, parse_date
 from probemon.training.examples import ROLES
@@ -111,7 +111,8 @@ class TrainingSettings:
                 raise ConfigError(f"layers holds {site}: the model's are 0 to {n_layers - 1}")
         if not sites:
             raise ConfigError('layers is empty: give "auto", or numbers of layers')
-        return sorted(set(sites), key=lambda site: (parse_site(site)[1], site))
+        check_sites_once(sites)
+        return sorted(sites, key=lambda site: (parse_site(site)[1], site))
 
     def as_dict(self) -> dict[str, Any]:
         """Return what the probes depend on, as JSON."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
-from probemon.core.probes import is_recurrent
+from probemon.core.probes import check_sites_once, is_recurrent
 from probemon.engine.audit import sample
 from probemon.errors import TrainingError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
@@ -73,6 +73,7 @@ class TextReader:
     """
 
     def __init__(self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading | None = None) -> None:
+        check_sites_once(sites)
         reading = reading or Reading()
         self.plain = StateReader(model, tokenizer, sites, reading)
         self.chats = StateReader(model, tokenizer, sites, replace(reading, special_tokens="none", parse_special=True))

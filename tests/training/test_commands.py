@@ -64,6 +64,19 @@ def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder)
             "--budget is nan",
         ),
         (("train", "host", "rows.jsonl", "--out", "x", "--budget", "inf"), "--budget is inf"),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2", "--budget", "1e-10"),
+            "--budget is 1e-10: give a number of GB, one byte (1e-09) or more",
+        ),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2", "--budget", "1e-9"),
+            "the budget is 1 byte (1e-09 GB), and the states of one token take 128 bytes (1.28e-07 GB): give that or",
+        ),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2,resid_post.2"),
+            "the site 'resid_post.2' is named twice: name it once",
+        ),
+        (("train", "host", "rows.jsonl", "--out", "x", "--layers", "1,resid_post.1"), "'resid_post.1' is named twice"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_status_2(folder, monkeypatch, capsys, arguments, said):

@@ -138,6 +138,7 @@ def train(
     from probemon.training import TrainingSettings
     from probemon.training import train as train_probes
     from probemon.training.examples import read_examples
+    from probemon.training.trainer import check_report
 
     settings = TrainingSettings(
         layers=int(layers) if layers.isdigit() else layers,
@@ -159,9 +160,10 @@ def train(
     use_threads(threads)
     # What is wrong with the examples, or with the target, shows before the model is loaded.
     check_target(out, overwrite)
+    page = report or out.with_name(f"{out.name}.html")
+    check_report(page, out)
     examples = read_examples(data, exclusive=exclusive, text_field=text_field)
     host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
-    page = report or out.with_name(f"{out.name}.html")
     with progress_bar("states", total=1, unit="") as bar:
 
         def progress(n: int, total: int) -> None:

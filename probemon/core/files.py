@@ -79,7 +79,9 @@ def why_not_writable(path: Path) -> str:
 
     Rights alone do not say it: whoever has all of them is told yes, and then no by the file system.
     """
-    above = next(parent for parent in path.absolute().parents if parent.exists())
+    above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not os.path.exists(above):
+        return f"{above} is a link that leads nowhere"
     if not above.is_dir():
         return f"{above} is a file"
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.checks import check_bool, check_path
-from probemon.core.files import sha256
+from probemon.core.files import sha256, why_not_writable
 from probemon.errors import PackCorrupt, PackError
 from probemon.packs.held_file import HeldFolder, inside, read_whole
 from probemon.packs.manifest import CARD, MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
@@ -69,8 +69,8 @@ def check_pin(path: Path, digest: str, pin: str) -> None:
 
 
 def check_target(path: str | Path, overwrite: bool) -> Path:
-    """Return the path, where a pack may be written to it. Raises `PackError` where something is there already, and with
-    `overwrite` where it is more than a pack.
+    """Return the path, where a pack may be written to it. Raises `PackError` where nothing can be made there, where
+    something is there already, and with `overwrite` where it is more than a pack.
     """
     target = check_path("path", path)
     overwrite = check_bool("overwrite", overwrite)
@@ -78,6 +78,8 @@ def check_target(path: str | Path, overwrite: bool) -> Path:
         if not overwrite:
             raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True)")
         check_replaceable(target)
+    if why := why_not_writable(target):
+        raise PackError(f"{target} cannot be written: {why}; choose another path")
     return target
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from probemon.core.aggregate import Each
 from probemon.core.familiarity import Familiar
-from probemon.core.files import write_text_atomically
+from probemon.core.files import why_not_writable, write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import InputSpec
 from probemon.errors import ConfigError, TrainingError
@@ -97,6 +97,8 @@ def train(
         raise ConfigError(f"settings and {next(iter(options))!r} are given: put it into the settings")
     settings = settings or _settings(options)
     target = check_target(Path(out), overwrite)
+    if report is not None:
+        check_report(Path(report), target)
     examples = data if isinstance(data, Examples) else _read(data, settings)
     elsewhere = None if outside is None else _read(outside, settings, like=examples)
     if model_id is None:
@@ -123,6 +125,17 @@ def train(
     prepared_data = job.dataset(examples, elsewhere)
     with held(settings.folder(target)):
         return job.finish(prepared_data, _model_id(model_id), name or target.name, licence, overwrite, report)
+
+
+def check_report(report: Path, out: Path) -> None:
+    """Raise `ConfigError` where the page of a training to `out` cannot be written to `report`."""
+    page, pack = Path(os.path.realpath(report)), Path(os.path.realpath(out))
+    if page.is_relative_to(pack) or pack.is_relative_to(page):
+        raise ConfigError(f"the report {report} and the pack {out} lie in one another: give the report another place")
+    if os.path.exists(report) and not report.is_file():
+        raise ConfigError(f"the report {report} is there and is no file: give it another place")
+    if why := why_not_writable(report):
+        raise ConfigError(f"the report {report} cannot be made: {why}; give it another place")
 
 
 def _settings(options: Mapping[str, Any]) -> TrainingSettings:

@@ -273,7 +273,7 @@ def test_a_copy_replaces_nothing_unless_asked_and_a_damaged_pack_is_not_copied_o
         and sorted(path.name for path in tmp_path.iterdir()) == ["copy", "hub", "pack"]
     )
     (tmp_path / "file").write_text("")
-    with pytest.raises(PackError, match=r"cannot be copied to .+: make room, or choose another path"):
+    with pytest.raises(PackError, match=r"copy cannot be written: .+ is a file; choose another path"):
         make_pack(tmp_path / "whole", model).save_pretrained(tmp_path / "file" / "copy")
 
 

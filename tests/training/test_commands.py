@@ -90,6 +90,34 @@ def test_what_is_wrong_is_one_line_and_status_2(folder, monkeypatch, capsys, arg
     assert not (folder / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--out /proc/none/x", "/proc/none/x cannot be written: nothing can be written in /proc ("),
+        ("--out loop/x", "loop is a link that leads nowhere"),
+        ("--out x --report /proc/none/x.html", "the report /proc/none/x.html cannot be made: nothing can be written"),
+        ("--out x --report loop/x.html", "loop is a link that leads nowhere"),
+        ("--out x --report x", "the report x and the pack x lie in one another"),
+        ("--out x --report x/x.html", "the report x/x.html and the pack x lie in one another"),
+        ("--out x --report ./beside/../x", "lie in one another"),
+        ("--out new/x --report new", "the report new and the pack new/x lie in one another"),
+        ("--out x --report host", "the report host is there and is no file"),
+        ("--out x --report /dev/null", "the report /dev/null is there and is no file"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_a_model_is_loaded(folder, monkeypatch, capsys, more, said):
+    monkeypatch.chdir(folder)
+    if not os.path.lexists("loop"):
+        os.symlink("loop", "loop")
+    monkeypatch.setattr("probemon.cli.train.load_aloud", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(sys, "argv", ["probemon", "train", "host", "rows.jsonl", *more.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    os.unlink("loop")
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and len(error.splitlines()) == 1 and said in error
+
+
 def test_states_that_were_killed_are_gone_on_with_to_the_same_bytes(folder):
     texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in random_texts(6000, longest=60)))

@@ -1,6 +1,7 @@
 """What people say at a shell: errors in its words, and the commands and options that were meant.
 
 in_shell("overwrite it (overwrite=True)")            # "overwrite it (--overwrite)"
+in_shell("leave it out (background=False)")          # "leave it out (--no-background)"
 meant("No such command 'find'.", "probemon")         # "did you mean 'probemon concepts'?"
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import re
 
 # Arguments in Python that are options of the same name here.
-_ARGUMENT = re.compile(r"\b(overwrite|strict|generate)=(True|N)\b")
+_ARGUMENT = re.compile(r"\b(overwrite|strict|generate|background)=(True|N|False)\b")
+_FORMS = {"True": "--{}", "False": "--no-{}", "N": "--{} N"}
 _COMMAND = re.compile(r"No such command '([^']*)'")
 _OPTION = re.compile(r"No such option:? '?(--[\w-]+)")
 _COMMANDS = {
@@ -30,7 +32,7 @@ _OPTIONS = {("quantize", "--out"): "OUT is the second argument: probemon quantiz
 
 def in_shell(message: str) -> str:
     """Return the message of an error with the options of a command in the place of arguments in Python."""
-    return _ARGUMENT.sub(lambda match: f"--{match[1]}{'' if match[2] == 'True' else ' N'}", message)
+    return _ARGUMENT.sub(lambda match: _FORMS[match[2]].format(match[1]), message)
 
 
 def meant(message: str, command: str) -> str:

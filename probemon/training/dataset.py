@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from probemon.core.counted import counted
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import TrainingError
 from probemon.host.chat_dates import CHAT_DATE
@@ -140,7 +141,8 @@ class Dataset:
         if missing:
             raise TrainingError(f"no example is of the group {missing[0]!r}, which is to be held out")
         everything = [*examples.texts, *more, *background]
-        texts = render(everything, reader.plain.tokenizer, roles=roles, chat_date=chat_date)
+        texts = render([*examples.texts, *more], reader.plain.tokenizer, roles=roles, chat_date=chat_date)
+        texts += _of_background(background, reader, roles, chat_date)
         tokens = reader.tokens(texts)
         document, positions, known, origin = [], [], [], []
         for i, (example, text, own) in enumerate(zip(everything, texts, tokens, strict=True)):
@@ -181,7 +183,16 @@ class Dataset:
             np.asarray([bool(example.spans) for example in everything])[where],
             np.isin(np.arange(len(texts)), where[split != "train"]),
         )
-        data._check_enough()
+        try:
+            data._check_enough()
+        except TrainingError as error:
+            own = group[kind == 0]
+            if n := len(np.intersect1d(own, group[kind == 1])):
+                raise TrainingError(
+                    f"the texts of --test are the training's, too: {n} of {counted(len(np.unique(own)), 'group')} of"
+                    f" the training only test, and too few are left: give other texts to test on ({error})"
+                ) from error
+            raise
         return data
 
     def _check_enough(self) -> None:
@@ -250,6 +261,17 @@ class Dataset:
             if above:
                 found[~self._may_be(p), p] = -1
         return found
+
+
+def _of_background(background: Sequence[Example], reader: TextReader, roles: Sequence[str], date: str) -> list[Text]:
+    """Render text that nobody gave, so that nobody is told to mend it."""
+    try:
+        return render(background, reader.plain.tokenizer, roles=roles, chat_date=date)
+    except TrainingError as error:
+        raise TrainingError(
+            "the background text stands in part as chats of a user and an assistant, which this model's chat template"
+            f" does not take, or of which no turn is of {' or '.join(roles)}: leave it out (background=False)"
+        ) from error
 
 
 def _renumbered(group: Ints, labels: Known, use: Mask) -> tuple[Ints, Known]:

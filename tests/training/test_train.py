@@ -27,6 +27,7 @@ from conftest import make_model
 from corpora import LETTERS, make_tokenizer
 from oracle import states as forward_states
 from probemon import DynamicProbeManager, ProbePack
+from probemon.cli.shell_words import in_shell
 from probemon.core.aggregate import Ema, over
 from probemon.core.score_counts import ScoreCounts
 from probemon.errors import ConfigError, HostMismatch, TrainingError
@@ -539,6 +540,31 @@ def test_chats_train_on_the_turns_of_a_role(model, tmp_path):
         train(model, chats, tmp_path / "x", tokenizer=tokenizer, background=False, roles=("tool",))
     with pytest.raises(TrainingError, match="has no chat template"):
         train(model, chats, tmp_path / "x", tokenizer=make_tokenizer(), background=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ("assistant",)),
+        ("{{ raise_exception('none') }}", ("assistant",)),
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", ("system",)),
+    ],
+)
+def test_a_background_that_the_template_does_not_take_is_named_with_its_remedy(model, tmp_path, template, roles):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(TrainingError) as caught:
+        train(model, rows(), tmp_path / "x", tokenizer=tokenizer, states=tmp_path / "s", roles=roles)
+    said = in_shell(str(caught.value))
+    assert said.startswith("the background text") and said.endswith("leave it out (--no-background)")
+
+
+def test_texts_that_train_and_test_are_said_to_be_the_same(model, tmp_path):
+    own = read_examples(rows(24))
+    reader = TextReader(model, make_tokenizer(), ["resid_post.0"])
+    with pytest.raises(TrainingError, match=r"of --test are the training's, too: 48 of 48 groups of the training only"):
+        Dataset.of_examples(own, reader, outside=own)
+    assert Dataset.of_examples(own, reader, outside=read_examples(rows(2), like=own)).of("train").any()
 
 
 def test_what_is_held_out_trains_nothing_and_is_judged_apart(model, tmp_path):

@@ -1,6 +1,8 @@
 """Names what a file is, by its first bytes, for errors about files of another kind than was wanted.
 
     kind_of(path)                          # "a PDF", "tensors of llama.cpp (GGUF)"; "" for texts and what is unknown
+    remedy_of("compressed by xz")          # what to do about a kind wherever texts are read, or ""
+    begins_json(b'{"text": ...')           # True: JSON lines, by how they begin
     is_spread_json(b'{\n  "text": ...')    # True: one object over several lines, not an object a line
     dataset_folder(path)                   # what a folder of `datasets` is, and how to write it as parquet; or ""
 
@@ -9,6 +11,8 @@ Nothing that is read is run, and at most `BEGIN_BYTES` of a file are read, and t
 
 from __future__ import annotations
 
+import re
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,18 +21,25 @@ ONE_ARRAY = "one JSON array: write one object a line (jq -c '.[]' does)"
 ONE_OBJECT = "one JSON object over several lines: write one object a line (jq -c . does)"
 NPZ, NPY, TORCH, PICKLE = "arrays of NumPy (.npz)", "an array of NumPy (.npy)", "a file of torch.save (.pt)", "a pickle"
 GGUF, SAFETENSORS = "tensors of llama.cpp (GGUF)", "tensors of safetensors"
+TAR, GZIP = "an archive of tar", "compressed by gzip, and its name does not end in .gz"
 _ZIP = b"PK\x03\x04"
 _MARKS = {
     b"%PDF-": "a PDF",
     b"{\\rtf": "rich text",
     _ZIP: "a zip archive, as .docx, .xlsx and .odt are",
     b"\xd0\xcf\x11\xe0": "a document of an office, as .doc and .xls are",
-    b"\x1f\x8b": "compressed by gzip, and its name does not end in .gz",
+    b"\x1f\x8b": GZIP,
+    b"\x1f\x9d": "compressed by compress",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
     b"\xfd7zXZ\0": "compressed by xz",
-    b"BZh91AY&SY": "compressed by bzip2",
+    b"\x5d\0\0": "compressed by lzma",
+    b"7z\xbc\xaf\x27\x1c": "an archive of 7-Zip",
+    b"Rar!\x1a\x07": "an archive of RAR",
     b"PAR1": "parquet, and its name does not end in .parquet",
     b"ARROW1": "an Arrow file",
+    b"FEA1": "an Arrow file (Feather)",
+    b"Obj\x01": "an Avro file",
     b"GGUF": GGUF,
     b"\x93NUMPY": NPY,
     b"\x89HDF\r\n": "HDF5",
@@ -37,14 +48,23 @@ _MARKS = {
     b"GIF8": "a picture (GIF)",
     b"SQLite format 3\0": "a database of SQLite",
     b"\x7fELF": "a program (ELF)",
+    b"OggS\0": "sound (Ogg)",
+    b"ID3\x03": "sound (MP3)",
+    b"ID3\x04": "sound (MP3)",
+    b"fLaC\0": "sound (FLAC)",
 }
+_BZIP2, _ORC, _RIFF = "compressed by bzip2", "an ORC file", "a picture, sound or video (RIFF)"
+# What is packed, and what holds rows; of anything else each reader says what it wants.
+_PACKED = ("compressed by ", "an archive of ", "a zip archive")
+_ROWS = ("parquet", "an Arrow ", "an Avro ", _ORC, "HDF5", "a database ")
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # what is in no text; of \x1b terminals are told colours
 
 
 def kind_of(path: Path) -> str:
     """Return what a file is, or "" if its first bytes do not say it or cannot be read."""
     try:
         with path.open("rb") as stream:
-            begin = stream.read(64)
+            begin = stream.read(tarfile.BLOCKSIZE)
             if begin.startswith(_ZIP):
                 return _zip_kind(path)
     except (OSError, ValueError):
@@ -54,6 +74,14 @@ def kind_of(path: Path) -> str:
 
 def kind_of_bytes(begin: bytes) -> str:
     """Return what a file is that begins with some bytes, or ""."""
+    if begin[:3] == b"BZh" and begin[4:10] in (b"1AY&SY", b"\x17rE8P\x90"):
+        return _BZIP2
+    if begin[:3] == b"ORC" and _CONTROL.search(begin):  # three letters alone begin a text, too
+        return _ORC
+    if begin[:4] == b"RIFF" and begin[8:12] in (b"WEBP", b"WAVE", b"AVI "):
+        return _RIFF
+    if _is_tar(begin[: tarfile.BLOCKSIZE]):
+        return TAR
     if begin[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         return PICKLE
     if begin.startswith(b"\xff" * 4) and 0 < int.from_bytes(begin[4:8], "little") < 1 << 24:
@@ -61,6 +89,21 @@ def kind_of_bytes(begin: bytes) -> str:
     if int.from_bytes(begin[:8], "little") < 1 << 32 and begin[8:10] == b'{"':
         return SAFETENSORS
     return next((kind for mark, kind in _MARKS.items() if begin.startswith(mark)), "")
+
+
+def remedy_of(kind: str) -> str:
+    """Return what to do about a file of a kind where texts are read; "" where the kind does not say it."""
+    if kind.startswith(_PACKED):
+        return "unpack it, and give the files in it"
+    return "write its rows as .jsonl or .parquet" if kind.startswith(_ROWS) else ""
+
+
+def _is_tar(block: bytes) -> bool:
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")  # which asks for the right sum
+    except tarfile.HeaderError:
+        return False
+    return True
 
 
 def _zip_kind(path: Path) -> str:
@@ -77,6 +120,17 @@ def _zip_kind(path: Path) -> str:
 def without_mark(begin: bytes) -> bytes:
     """Return the first bytes of a text without the mark of UTF-8 and blank lines."""
     return begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+
+
+def begins_json(begin: bytes) -> bool:
+    """True if the first bytes of a text, or what is there of them, begin a JSON object."""
+    return re.match(rb'\{\s*(?:["}]|\Z)', without_mark(begin)) is not None
+
+
+def begins_array(begin: bytes) -> bool:
+    """True if the first bytes of a text begin a JSON array of objects."""
+    begin = without_mark(begin)
+    return begin.startswith(b"[") and begins_json(begin[1:])
 
 
 def is_spread_json(begin: bytes) -> bool:

@@ -11,7 +11,7 @@
   and files that begin as PDF, an archive or a document of an office does: their lines are no documents. Of YAML, HTML,
   source and the like a file is one document in a folder, and refused alone; tensors, pickles and pictures are refused
   by their names
-- `-`: standard input, JSON lines if the first character is `{`, else text
+- `-`: standard input, JSON lines if they begin as an object does, else text; so is a file whose name says no kind
 - names that end in `.gz`: decompressed, to at most 200 times their size (or 64 MiB); so are row groups of parquet files
 - an iterable: of texts, or of dicts with the fields by name, such as a Hugging Face dataset
 - a row may have `messages` in OpenAI's form (and `tools`) in place of a text: a chat, which is rendered by the model's
@@ -36,10 +36,13 @@ from probemon.core.file_kinds import (
     BEGIN_BYTES,
     ONE_ARRAY,
     ONE_OBJECT,
+    begins_array,
+    begins_json,
     dataset_folder,
     is_spread_json,
     kind_of,
     kind_of_bytes,
+    remedy_of,
     without_mark,
 )
 from probemon.core.first_sentence import first_sentence
@@ -58,6 +61,7 @@ MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
 _MARK = "\ufeff".encode()  # which a file may begin with; later it is a character of the text
 _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
+_PLAIN = (".txt", ".text", ".md", ".rst", ".tex")  # whatever they begin with
 # Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
 _NO_TABLES = "a table in text: write it as .jsonl or .parquet, or name it .txt if its lines are the documents"
 _TEXTS = "write its texts as .txt or .jsonl"
@@ -306,8 +310,22 @@ def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> It
 
 
 def _kind(path: Path) -> str:
-    kinds = {".parquet": "parquet", **dict.fromkeys(_JSON, "json"), **dict.fromkeys(_TABLES, "table")}
-    return kinds.get(_suffix(path), "text")
+    """Return the kind of a file by its name; of one whose name says none, by how it begins."""
+    kinds = {
+        **dict.fromkeys((*_PLAIN, *_OF_LINES), "text"),
+        ".parquet": "parquet",
+        **dict.fromkeys(_JSON, "json"),
+        **dict.fromkeys(_TABLES, "table"),
+    }
+    return kinds.get(_suffix(path)) or ("json" if begins_json(_begin(path)) else "text")
+
+
+def _begin(path: Path) -> bytes:
+    try:
+        with _opened(path) as stream:
+            return bytes(stream.read(BEGIN_BYTES))
+    except Exception:  # a damaged archive fails in several ways, and is told elsewhere
+        return b""
 
 
 def _suffix(path: Path) -> str:
@@ -321,19 +339,16 @@ def _no_documents(path: Path) -> str:
         return _NO_TABLES if kind == "table" else ""
     if what := _OF_BYTES.get(_suffix(path)):
         return f"{what}, and no text: {_TEXTS}"
-    try:
-        with _opened(path) as stream:
-            begin = stream.read(BEGIN_BYTES)
-    except Exception:  # a damaged archive fails in several ways
-        return ""
-    if kind == "json":  # of .jsonl a line may be an array, and is a bad one
-        if is_spread_json(begin):
-            return ONE_OBJECT
-        if _suffix(path) == ".json" and without_mark(begin).startswith(b"["):
-            return ONE_ARRAY
+    begin, suffix = _begin(path), _suffix(path)
+    if kind == "json" and is_spread_json(begin):
+        return ONE_OBJECT
+    if suffix == ".json" and without_mark(begin).startswith(b"["):  # of .jsonl a line may be one, and is a bad one
+        return ONE_ARRAY
+    if suffix not in (*_JSON, *_PLAIN, *_OF_LINES) and begins_array(begin):
+        return ONE_ARRAY
     # Lines that happen to be valid would be scored, and the others called bad.
     found = kind_of_bytes(begin) if _zipped(path) else kind_of(path)
-    return found and f"{found}, and no text: {_TEXTS}"
+    return found and f"{found}, and no text: {remedy_of(found) or _TEXTS}"
 
 
 def _zipped(path: Path) -> bool:
@@ -375,12 +390,15 @@ def _most_bytes(compressed: int) -> int:
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
     stream: Any = sys.stdin.buffer
-    begin = without_mark(stream.peek(1))  # of an interactive terminal, too, this waits for the first line
-    if begin.startswith(b"[") and without_mark(begin[1:]).startswith(b"{"):
+    begin = stream.peek(1)  # of an interactive terminal, too, this waits for the first line
+    if found := kind_of_bytes(begin):
+        found = found.split(",")[0]  # it has no name
+        raise ConfigError(f"standard input is {found}, and no text: {remedy_of(found) or _TEXTS}")
+    if begins_array(begin):
         raise ConfigError(f"standard input is {ONE_ARRAY}")
     if is_spread_json(begin):
         raise ConfigError(f"standard input is {ONE_OBJECT}")
-    yield from _lines(stream, "stdin", begin.startswith(b"{"), fields, max_chars)
+    yield from _lines(stream, "stdin", begins_json(begin), fields, max_chars)
 
 
 def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:

@@ -21,9 +21,11 @@ from probemon.core.file_kinds import (
     BEGIN_BYTES,
     ONE_ARRAY,
     ONE_OBJECT,
+    TAR,
     dataset_folder,
     is_spread_json,
     kind_of,
+    remedy_of,
     without_mark,
 )
 from probemon.core.first_sentence import first_sentence
@@ -93,6 +95,8 @@ def _check_kind(path: Path, suffix: str) -> None:
     """Raise `TrainingError` for a file that is of another kind than its name says, and names the remedy."""
     with path.open("rb") as stream:
         begin = stream.read(BEGIN_BYTES)
+    if suffix == ".tgz" or path.name.lower().endswith(".tar.gz"):
+        raise TrainingError(f"{path.name} is {TAR}: {remedy_of(TAR)}")
     if suffix == ".gz":
         raise TrainingError(f"{path.name} is compressed by gzip: decompress it (gunzip -k {path.name})")
     if suffix == ".parquet":
@@ -101,8 +105,9 @@ def _check_kind(path: Path, suffix: str) -> None:
         raise TrainingError(f"{path.name} is {ONE_OBJECT}")
     if suffix == ".json" and without_mark(begin).startswith(b"["):
         raise TrainingError(f"{path.name} is {ONE_ARRAY}")
-    if suffix in (*_JSON, *_TABLES, *_YAML) and (kind := kind_of(path)):
-        raise TrainingError(f"{path.name} is {kind}, and no table of texts: write its rows as .jsonl")
+    if kind := kind_of(path):
+        remedy = remedy_of(kind) or "write its rows as .jsonl"
+        raise TrainingError(f"{path.name} is {kind}, and no table of texts: {remedy}")
 
 
 def _no_such_file(path: Path) -> str:

@@ -1,15 +1,20 @@
 """Documents are read from everything a corpus comes in, and a bad one is told with its reason and stops nothing."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import orc
 
 from probemon.errors import ConfigError, TrainingError
 from probemon.offline.documents import count_documents, read_documents
@@ -410,6 +415,95 @@ def test_a_file_whose_lines_are_no_documents_is_refused(tmp_path, name, data, wh
         list(read_documents(path))
     read = {document.id: document for document in read_documents(tmp_path / "folder")}
     assert len(read) == 2 and read["note.txt"].text == "ships" and what in read[name].reason
+
+
+def archive(kind):
+    """Two JSON lines in an archive or a table of some kind."""
+    rows, packed = b'{"text": "whales"}\n{"text": "ships"}\n', io.BytesIO()
+    if kind.startswith("tar"):
+        with tarfile.open(fileobj=packed, mode="w:gz" if kind == "tar.gz" else "w", format=tarfile.USTAR_FORMAT) as out:
+            entry = tarfile.TarInfo("rows.jsonl")
+            entry.size = len(rows)
+            out.addfile(entry, io.BytesIO(rows))
+    elif kind == "orc":
+        orc.write_table(pa.table({"text": ["whales", "ships"]}), packed)
+    elif kind == "zip":
+        with zipfile.ZipFile(packed, "w") as out:
+            out.writestr("rows.jsonl", rows)
+    elif kind == "sqlite":
+        return b"SQLite format 3\0\x10\0\x01\x01\0\n" + rows
+    else:
+        made = {
+            "bz2": lambda: bz2.compress(rows, 1),
+            "xz": lambda: lzma.compress(rows),
+            "lzma": lambda: lzma.compress(rows, lzma.FORMAT_ALONE),
+            "7z": lambda: b"7z\xbc\xaf\x27\x1c\0\x04\n" + rows,
+            "avro": lambda: b"Obj\x01\x04\x14avro.codec\n" + rows,
+            "tgz": lambda: archive("tar.gz"),
+        }
+        return made[kind]()
+    return packed.getvalue()
+
+
+PACKED = {
+    "tar.gz": "an archive of tar", "tar": "an archive of tar", "tgz": "(compressed by gzip|an archive of tar)",
+    "zip": "a zip archive", "7z": "an archive of 7-Zip", "xz": "compressed by xz", "lzma": "compressed by lzma",
+    "bz2": "compressed by bzip2",
+}  # fmt: skip
+TABLES = {"orc": "an ORC file", "avro": "an Avro file", "sqlite": "a database of SQLite"}
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *TABLES])
+def test_what_is_packed_or_a_table_of_another_kind_is_named_with_its_remedy(tmp_path, kind):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / f"rows.{kind}"
+    path.write_bytes(archive(kind))
+    remedy = "unpack it" if kind in PACKED else "write its rows as .jsonl or .parquet"
+    what = (PACKED | TABLES)[kind]
+    with pytest.raises(ConfigError, match=rf"rows\.{kind} is {what}.*, and no text: {remedy}"):
+        read_documents(path)
+    (document,) = read_documents(tmp_path / "folder")
+    assert document.text == "" and remedy in document.reason
+    with pytest.raises(TrainingError, match=rf"^rows\.{kind} is {what}.*: {remedy}"):
+        list(read_rows(path))
+
+
+def test_letters_with_which_a_table_begins_begin_a_text_too(tmp_path):
+    (tmp_path / "a.txt").write_text("ORCs march.\nOBJ.\n")
+    assert [text for _, _, text, _ in told(tmp_path / "a.txt")] == ["ORCs march.", "OBJ."]
+
+
+def test_an_archive_on_standard_input_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(archive("tar")))))
+    with pytest.raises(ConfigError, match="standard input is an archive of tar, and no text: unpack it"):
+        list(read_documents("-"))
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.gz", "rows.dat", "rows.jsonl.1"])
+def test_a_file_whose_name_says_no_kind_is_told_by_how_it_begins(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / name
+
+    def written(data):
+        path.write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
+        return path
+
+    rows = b'\xef\xbb\xbf{"text": "whales"}\n{ "text": "ships", "id": 7}\n'
+    wanted = [(0, f"{name}:1", "whales", ""), (1, "7", "ships", "")]
+    assert told(written(rows)) == told(tmp_path / "folder") == wanted
+    for data, what in (
+        (b'[\n {"text": "whales"}\n]\n', "one JSON array"),
+        (b'{\n "text": "whales"\n}\n', "one JSON object over several lines"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is {what}"):
+            read_documents(written(data))
+    assert [d[2] for d in told(written(b"{{cite}} whales\n[ships]\n"))] == ["{{cite}} whales", "[ships]"]
+    assert [d[2] for d in told(tmp_path / "folder")] == ["{{cite}} whales\n[ships]\n"]
+
+
+def test_a_name_that_says_text_is_believed(tmp_path):
+    (tmp_path / "a.txt").write_text('{"text": "whales"}\n')
+    assert told(tmp_path / "a.txt") == [(0, "a.txt:1", '{"text": "whales"}', "")]
 
 
 def test_json_lines_whose_first_is_cut_off_are_read(tmp_path):

@@ -212,6 +212,14 @@ def test_the_next_start_uses_the_same_private_folder_and_each_says_so_once(elsew
     assert folder == elsewhere / f"probemon-{os.geteuid()}" and folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_tilde_in_the_variable_is_the_home_folder(monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/x")
+    assert cache_dir() == tmp_path / "home/x/probemon" and not list((tmp_path / "here").iterdir())
+
+
 def linked(folder):
     (folder.parent / "theirs").mkdir()
     folder.symlink_to(folder.parent / "theirs")

@@ -127,7 +127,8 @@ def read_object(path: Path) -> dict[str, Any]:
     except RepeatedKey as error:
         raise ConfigError(f"{path}: {error}") from None
     except FileNotFoundError:
-        raise ConfigError(f"no such file: {str(path)!r}") from None
+        what = "is a link that leads nowhere: mend it, or give the file itself"
+        raise ConfigError(f"{path} {what}" if path.is_symlink() else f"no such file: {str(path)!r}") from None
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({str(error)[:200]})") from None
     if not isinstance(content, dict):

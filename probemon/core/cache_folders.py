@@ -119,7 +119,7 @@ def _wanted() -> Path | None:
     """Return the folder that a user expects; None if there is no home to put it in."""
     root = os.environ.get(VARIABLE)
     try:
-        return (Path(root) if root else Path.home() / ".cache") / "probemon"
+        return (Path(root).expanduser() if root else Path.home() / ".cache") / "probemon"
     except RuntimeError:  # neither HOME nor an entry in the table of users, as in many containers
         return None
 

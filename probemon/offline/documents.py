@@ -25,6 +25,7 @@ import io
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -197,7 +198,8 @@ def _chat(item: Mapping[str, Any], text_field: str) -> tuple[str, str]:
     """Return the chat of a row as JSON, or the reason why it is none; two empty texts for a row of a text."""
     messages, tools = (_listed(item.get(name)) for name in ("messages", "tools"))
     if not isinstance(messages, list):
-        return "", ""
+        alone = text_field != "messages" and item.get(text_field) is None
+        return "", "'messages' is a text: give a list of messages" if alone and isinstance(messages, str) else ""
     if text_field != "messages" and item.get(text_field) is not None:
         return "", f"it has 'messages' and {text_field!r}, of which one would be left out: give one of them"
     try:
@@ -231,6 +233,8 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
             raise ConfigError(f"{path} holds no files{why}: give a folder of documents")
         return _folder(path, files, left_out, fields, max_chars)
     if not path.is_file():
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link that leads nowhere: mend it, or give the file itself")
         raise ConfigError(f"{path} is neither a file nor a folder: give the documents to read, or - for standard input")
     refused = _no_documents(path)
     if refused:
@@ -464,7 +468,11 @@ def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
         )
     if fields[1] != "id" and fields[1] not in names:
         raise ConfigError(f"{path} has no column {fields[1]!r}, it has {', '.join(names)}: name the column of the ids")
-    return [name for name in names if name in (*fields, "messages", "tools", "concepts")]
+    read = [name for name in names if name in (*fields, "messages", "tools", "concepts")]
+    for name, n in Counter(read).items():
+        if n > 1:
+            raise ConfigError(f"{path} has two columns {name!r}: rename one")
+    return read
 
 
 def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:

@@ -29,7 +29,7 @@ from probemon.core.file_kinds import (
     without_mark,
 )
 from probemon.core.first_sentence import first_sentence
-from probemon.core.strict_json import loads
+from probemon.core.strict_json import RepeatedKey, loads
 from probemon.core.yaml_text import read_yaml
 from probemon.errors import TrainingError
 
@@ -111,6 +111,8 @@ def _check_kind(path: Path, suffix: str) -> None:
 
 
 def _no_such_file(path: Path) -> str:
+    if path.is_symlink():
+        return f"{path} is a link that leads nowhere: mend it, or give the file itself"
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     return f"no such file: {path}{f', did you mean {path.parent / near[0]}?' if near else ''}"
@@ -123,6 +125,14 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 where = f"{path.name}, line {number}"
                 try:
                     value = loads(line)
+                except UnicodeEncodeError as error:
+                    half = ascii(error.object[error.start])[1:-1]
+                    raise TrainingError(
+                        f"{where} holds {half}, half of a pair of surrogates, which is no character: write both halves,"
+                        " or leave it out"
+                    ) from None
+                except RepeatedKey as error:
+                    raise TrainingError(f"{where}: {error}") from None
                 except RecursionError:
                     raise TrainingError(f"{where} is nested too deeply: give one object a line") from None
                 except ValueError as error:

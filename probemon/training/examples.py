@@ -485,7 +485,8 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 
 def _list(value: Any, key: str, where: str) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise TrainingError(f"{where}: {key!r} is {type(value).__name__}: give a list")
+        kind = "a text" if isinstance(value, str) else type(value).__name__
+        raise TrainingError(f"{where}: {key!r} is {kind}: give a list")
     return list(value)
 
 

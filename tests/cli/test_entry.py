@@ -319,6 +319,14 @@ def test_one_is_counted_as_one_and_a_licence_is_called_one(monkeypatch, capsys, 
     assert code == 0 and f"{n} of {n} concept{'s' * (n > 1)}," in out
 
 
+def test_a_link_that_leads_nowhere_is_no_missing_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("tree.json").symlink_to("gone.json")
+    code, _, error = run(monkeypatch, capsys, "hierarchy", "demo", "tree.json", "--out", "new")
+    assert code == 2
+    assert error == "probemon: tree.json is a link that leads nowhere: mend it, or give the file itself\n"
+
+
 def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, capsys, "quantize", "demo", "small")[0] == 0

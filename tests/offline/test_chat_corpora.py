@@ -106,7 +106,7 @@ def test_chats_are_read_from_all_that_rows_come_in(manager, model, tmp_path):
         ({"messages": CHAT, "tools": "add"}, "'tools' is str: give a list"),
         ({"messages": CHAT, "tools": [{"name": "add"}]}, "the chat template leaves out tools"),
         ({"messages": [{**CHAT[0], "when": object()}]}, "cannot be written as JSON"),
-        ({"messages": "a chat"}, "no field 'text'"),
+        ({"messages": "a chat"}, "'messages' is a text: give a list of messages"),
     ],
 )
 def test_a_chat_that_cannot_be_read_is_a_bad_document_with_its_reason(manager, model, row, reason):

@@ -64,6 +64,27 @@ def test_parquet_rows_are_documents(tmp_path):
         read_documents(path)
 
 
+def test_a_column_twice_is_refused_as_a_key_twice_is(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], names=["text", "text"]), path)
+    with pytest.raises(ConfigError, match=r"a\.parquet has two columns 'text': rename one"):
+        read_documents(path)
+    (document,) = read_documents(tmp_path)
+    assert document.text == "" and "two columns 'text'" in document.reason
+
+
+def test_messages_that_are_a_text_are_said_to_be_one():
+    rows = [{"messages": "[]"}, {"messages": "[]", "text": "one"}]
+    assert [d.reason for d in read_documents(rows)] == ["'messages' is a text: give a list of messages", ""]
+    assert told(rows, text_field="messages")[0] == (0, "0", "[]", "")
+
+
+def test_a_link_that_leads_nowhere_is_said_to_do_so(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="loop is a link that leads nowhere: mend it, or give the file itself"):
+        read_documents(tmp_path / "loop")
+
+
 def test_a_folder_is_every_file_in_order(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.txt").write_text("line\nline", encoding="utf-8")

@@ -225,6 +225,17 @@ def test_a_circle_and_a_contradiction_are_told():
     [
         ("a.jsonl", '{"text": "a"\n', "line 1 is no JSON"),
         ("a.jsonl", "[1]\n", "line 1 is list"),
+        (
+            "a.jsonl",
+            '{"text": "a \\ud83d", "labels": ["x"]}\n',
+            r"^a.jsonl, line 1 holds \\ud83d, half of a pair of surrogates, which is no character: write both halves,",
+        ),
+        ("a.jsonl", '{"text": "a", "text": "b"}\n', "^a.jsonl, line 1: 'text' stands twice in one object"),
+        (
+            "a.jsonl",
+            '{"messages": "[{\\"role\\": \\"user\\"}]", "labels": ["x"]}\n',
+            "line 1: 'messages' is a text: give a list",
+        ),
         ("a.jsonl", "[" * 100_000, "^a.jsonl, line 1 is nested too deeply"),
         ("a.csv", "text,labels\na,b,c\n", "row 1 has more or fewer cells"),
         ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv is no table of texts \(unexpected end of data\)"),
@@ -259,6 +270,14 @@ def test_a_wrong_file_is_named(tmp_path, name, content, said):
         read_examples(path)
     with pytest.raises(TrainingError, match=r"no such file.*did you mean"):
         read_examples(tmp_path / f"{name[:-1]}")
+
+
+def test_a_link_that_leads_nowhere_is_said_to_do_so(tmp_path):
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    (tmp_path / "gone.jsonl").symlink_to("nowhere")
+    for name in ("loop.jsonl", "gone.jsonl"):
+        with pytest.raises(TrainingError, match=f"{name} is a link that leads nowhere: mend it, or give the file"):
+            read_examples(tmp_path / name)
 
 
 def test_a_long_cell_is_a_text(tmp_path):

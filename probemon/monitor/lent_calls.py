@@ -20,7 +20,7 @@ class _Kept:
     call: Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Lent:
     kept: weakref.ref[_Kept]
 
@@ -33,9 +33,13 @@ class LentCalls:
     """Keeps callables, and lends what calls them while it is there and does nothing afterwards."""
 
     def __init__(self) -> None:
-        self._kept: list[_Kept] = []
+        self._kept: list[tuple[_Kept, _Lent]] = []
 
     def lend(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what calls `call`."""
-        self._kept.append(_Kept(call))
-        return _Lent(weakref.ref(self._kept[-1]))
+        """Return what calls `call`: the same each time, as rules that are the same go on with their streaks."""
+        for kept, lent in self._kept:
+            if kept.call == call:
+                return lent
+        kept = _Kept(call)
+        self._kept.append((kept, _Lent(weakref.ref(kept))))
+        return self._kept[-1][1]

@@ -238,14 +238,17 @@ class MonitorRun:
             action=action,
             on_blind=on_blind,
         )
-        lent, lent_blind = self._lent(action), self._lent(on_blind)
-        self.add_rules([replace(rule, action=lent, on_blind=lent_blind) for rule in rules])
+        self.add_rules(self._lending(rules))
 
     def _gap_caller(self, on_gap: Callable[[Gap], object]) -> Callable[[Gap], None]:
         return partial(_keep_gap, self.gaps, self._failures, self._calls.lend(on_gap))
 
+    def _lending(self, rules: Sequence[Rule]) -> list[Rule]:
+        """Return rules that hooks may hold."""
+        lent = [(rule, self._lent(rule.action), self._lent(rule.on_blind)) for rule in rules]
+        return [replace(rule, action=action, on_blind=on_blind) for rule, action, on_blind in lent]
+
     def _lent(self, action: Action) -> Action:
-        """Return an action that hooks may hold."""
         return action if isinstance(action, (str, Named, Escalate)) else self._calls.lend(action)
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
@@ -298,6 +301,8 @@ class MonitorRun:
         """
         self._check_not_ended("what is watched")
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
+        if change.rules is not None:
+            change = replace(change, rules=self._lending(change.rules))
         check_judges(change.new_rules, self.tokenizer, self._keep_tokens)
         if self._watcher.running_beams:
             check_beams(change.new_rules)

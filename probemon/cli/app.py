@@ -163,7 +163,7 @@ def _check_arguments() -> None:
     """Raise `ConfigError` for an argument that is not UTF-8, which no file that is written could name."""
     for argument in sys.argv[1:]:
         if not is_unicode(argument):
-            shown = os.fsencode(argument).decode("utf-8", "backslashreplace")
+            shown = argument.encode("utf-8", "backslashreplace").decode()
             raise ConfigError(f"the argument '{shown:.200}' is not UTF-8: write it in UTF-8, or rename its file")
 
 

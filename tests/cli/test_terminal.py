@@ -175,15 +175,16 @@ ALL = list(commands(COMMANDS))
 @pytest.mark.parametrize("path, command", ALL, ids=[" ".join(path) for path, _ in ALL])
 def test_hostile_arguments_of_every_command_and_option_are_shown_harmless(monkeypatch, capsys, tmp_path, path, command):
     monkeypatch.chdir(tmp_path)
-    text = HOSTILE.replace("\n", "")
+    text = HOSTILE[:-1].replace("\n", "")
     required = [param for param in command.params if param.required]
     given = [
         word
         for param in required
         for word in ([text] if param.param_type_name == "argument" else [param.opts[0], text])
     ]
-    code, _, error = run(monkeypatch, capsys, *path, *given)
-    assert code == 2 and error.count("\n") == 1
+    for more in ("", "\ud800"):
+        code, _, error = run(monkeypatch, capsys, *path, *(f"{word}{more}" for word in given))
+        assert code == 2 and error.count("\n") == 1
     for param in command.params:
         if param.param_type_name == "option" and not param.required and not param.is_flag and param.name != "help":
             code, _, error = run(monkeypatch, capsys, *path, *given, param.opts[0], text)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from probemon.core.scores import RowState as RowState
     from probemon.core.scores import Scores as Scores
     from probemon.errors import ProbemonError as ProbemonError
+    from probemon.lab.corpora.analysis_folder import Analysis as Analysis
     from probemon.manager import DynamicProbeManager as DynamicProbeManager
     from probemon.monitor.result import Result as Result
     from probemon.monitor.rules import Event as Event
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from probemon.monitor.stream import TokenEvent as TokenEvent
     from probemon.monitor.summary import Summary as Summary
     from probemon.monitor.summary import summarise as summarise
-    from probemon.offline.analysis_folder import Analysis as Analysis
     from probemon.packs.pack import ProbePack as ProbePack
 
 # Imported at first use: transformers takes seconds, and inspecting a pack needs none of it.
@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"probemon.{_MODULES[name]}"), name)
     except OSError:
-        from probemon.core.cache_folders import check_import_folders
+        from probemon.util.cache_folders import check_import_folders
 
         check_import_folders()
         raise

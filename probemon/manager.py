@@ -28,12 +28,12 @@ from probemon.monitor.run import MonitorRun
 from probemon.monitor.stream import TokenEvent, stream, stream_async
 
 if TYPE_CHECKING:
-    from probemon.offline.analysis_folder import Analysis
-    from probemon.offline.documents import Source
-    from probemon.telemetry.metrics import ProcessMetrics
-    from probemon.telemetry.recorder import RoutingRecorder
-    from probemon.telemetry.settings import RoutingSettings
-    from probemon.training.collect import Collected
+    from probemon.adapters.routing.recorder import RoutingRecorder
+    from probemon.adapters.routing.settings import RoutingSettings
+    from probemon.lab.corpora.analysis_folder import Analysis
+    from probemon.lab.corpora.documents import Source
+    from probemon.lab.training.collect import Collected
+    from probemon.ops.telemetry.metrics import ProcessMetrics
 
 _OF_THE_MACHINE = {"device", "impl", "arena_bytes", "cache_bytes", "prefetch", "strategy", "late"}
 
@@ -130,7 +130,7 @@ class DynamicProbeManager(Scorer):
         `on_gap`: None is "raise", but for a manager `from_deployment` whose rules say what follows.
 
         `routing`: True, or its settings, to watch the routers of the model beside the probes (`run.routing`, see
-        `probemon.telemetry.monitor`).
+        `probemon.adapters.routing.monitor`).
         """
 
         run = MonitorRun(
@@ -251,9 +251,9 @@ class DynamicProbeManager(Scorer):
     ) -> Analysis:
         """Score a corpus into parquet shards in the folder `out`. Needs the extra `corpus`.
 
-        `settings`: see `probemon.offline.analyze.analyze`.
+        `settings`: see `probemon.lab.corpora.analyze.analyze`.
         """
-        from probemon.offline.analyze import analyze
+        from probemon.lab.corpora.analyze import analyze
 
         return analyze(self, model, tokenizer, documents, out, resume=resume, **settings)
 
@@ -269,9 +269,9 @@ class DynamicProbeManager(Scorer):
     ) -> Collected:
         """Write the hidden states that the pack's probes read, or those at `sites`, for a trainer of your own.
 
-        `data`, `settings`: see `probemon.training.collect.collect`.
+        `data`, `settings`: see `probemon.lab.training.collect.collect`.
         """
-        from probemon.training.collect import collect
+        from probemon.lab.training.collect import collect
 
         return collect(model, tokenizer, data, out, sites=self.pack.sites if sites is None else sites, **settings)
 
@@ -280,7 +280,7 @@ def _exporter_of(deployment: Deployment, pack: Any) -> ProcessMetrics | None:
     metrics = deployment.metrics(pack)
     if metrics is None:
         return None
-    from probemon.telemetry.exporters import exporter
+    from probemon.ops.telemetry.exporters import exporter
 
     return exporter(**metrics)
 
@@ -295,7 +295,7 @@ def _recorder(routing: bool | RoutingSettings) -> Callable[[Any, Guard], Routing
         return None
 
     def make(host: Any, guard: Guard) -> RoutingRecorder:
-        from probemon.telemetry.recorder import RoutingRecorder
+        from probemon.adapters.routing.recorder import RoutingRecorder
 
         return RoutingRecorder(host, None if routing is True else routing, guard)
 

@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from bench.scoring import Cell, WrongScores
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from profile_cascade import Disagreement
 from provenance import about
 

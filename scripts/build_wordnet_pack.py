@@ -56,7 +56,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 def keep_figures(file: Path, name: str, entry: dict[str, Any]) -> None:
     """Set one pack's entry in a JSON file of figures, leaving the others."""
-    from probemon.core.files import write_text_atomically
+    from probemon.util.files import write_text_atomically
     from provenance import about
 
     figures = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"packs": {}}

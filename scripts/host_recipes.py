@@ -32,15 +32,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "eviden
 
 from transformers.utils import logging  # noqa: E402
 
-from probemon.core.files import write_text_atomically  # noqa: E402
+from probemon.util.files import write_text_atomically  # noqa: E402
 from provenance import about  # noqa: E402
 from recipe_rows import RECIPES  # noqa: E402
 from recipe_rows.rows import Recipe, run  # noqa: E402
 
 FILE = ROOT / "docs" / "benchmarks" / "host_recipes.json"
 MEASURES = (
-    "scripts/host_recipes.py", "scripts/recipe_rows", "probemon/models/ltm", "probemon/host/recurrent",
-    "probemon/telemetry/recurrent", "probemon/tracking",
+    "scripts/host_recipes.py", "scripts/recipe_rows", "probemon/adapters/ltm", "probemon/host/recurrent",
+    "probemon/adapters/routing/recurrent", "probemon/tracking",
 )  # fmt: skip
 LEAST = 30
 

@@ -33,12 +33,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from transformers.utils import logging  # noqa: E402
 
-from probemon.core.files import write_text_atomically  # noqa: E402
-from probemon.models.ltm import LtmConfig, LtmForCausalLM  # noqa: E402
-from probemon.models.ltm.shipped import RECALL  # noqa: E402
+from probemon.adapters.ltm import LtmConfig, LtmForCausalLM  # noqa: E402
+from probemon.adapters.ltm.shipped import RECALL  # noqa: E402
+from probemon.util.files import write_text_atomically  # noqa: E402
 from provenance import about  # noqa: E402
 
-MEASURES = ("scripts/ltm_recall.py", "probemon/models/ltm")
+MEASURES = ("scripts/ltm_recall.py", "probemon/adapters/ltm")
 TWIN = ROOT / "scripts" / "ltm_window_only"
 N_PAIRS, ASK, KEYS, VALUES, FILLER, VOCABULARY = 4, 1, 2, 18, 34, 50
 WARM_UP, CURRICULUM, MOST_STEPS, EVERY = 80, 400, 2_000, 25

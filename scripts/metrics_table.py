@@ -5,7 +5,7 @@ python scripts/metrics_table.py
 
 from pathlib import Path
 
-from probemon.telemetry.metric_families import table
+from probemon.ops.telemetry.metric_families import table
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 BEGIN, END = "<!-- families, by scripts/metrics_table.py -->", "<!-- end of families -->"

@@ -30,10 +30,10 @@ sys.path[:0] = [
 MEASURES = (
     "scripts/operations_check.py",
     "scripts/dashboard.py",
-    "probemon/telemetry/metrics.py",
-    "probemon/telemetry/run_counts.py",
-    "probemon/telemetry/scraped_metrics.py",
-    "probemon/telemetry/metric_families.py",
+    "probemon/ops/telemetry/metrics.py",
+    "probemon/ops/telemetry/run_counts.py",
+    "probemon/ops/telemetry/scraped_metrics.py",
+    "probemon/ops/telemetry/metric_families.py",
 )
 FOLDER = ROOT / "docs/operations"
 _SCRAPES, _TOKENS, _CONCEPTS, _PROMPT, _FILES = 50, 64, 100, 5, 10_000
@@ -61,8 +61,8 @@ def step_overhead_pct(folder: Path) -> dict[str, Any]:
 
     from probemon import DynamicProbeManager
     from probemon.bundled import load_bundled
-    from probemon.telemetry.metrics import ProcessMetrics
-    from probemon.telemetry.run_counts import RunCounts
+    from probemon.ops.telemetry.metrics import ProcessMetrics
+    from probemon.ops.telemetry.run_counts import RunCounts
 
     model, tokenizer = load_bundled()
     manager = DynamicProbeManager("demo")
@@ -86,7 +86,7 @@ def step_overhead_pct(folder: Path) -> dict[str, Any]:
 
 def dashboard_expressions_ok(folder: Path) -> dict[str, Any]:
     """Ask a real Prometheus that scraped real runs every expression of the dashboard whose metrics are exported."""
-    from probemon.telemetry.metric_families import FAMILIES
+    from probemon.ops.telemetry.metric_families import FAMILIES
     from scraped_run import scraped_run
 
     board = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
@@ -222,7 +222,7 @@ def _exposition_of_random(folder: Path, n: int, named: list[str], seconds: list[
 
     from conftest import make_model, make_pack
     from probemon import DynamicProbeManager
-    from probemon.telemetry.metrics import ProcessMetrics
+    from probemon.ops.telemetry.metrics import ProcessMetrics
 
     model, metrics = make_model(), ProcessMetrics(concepts=named, registry=CollectorRegistry())
     concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": [f"c{(i - 1) // 2}"] if i else []} for i in range(n)]
@@ -266,14 +266,14 @@ def _panels(panel: Any) -> list[Any]:
 
 
 def _family(name: str) -> str:
-    from probemon.telemetry.metric_families import FAMILIES
+    from probemon.ops.telemetry.metric_families import FAMILIES
 
     return name if name in FAMILIES else re.sub(r"_(bucket|sum|count)$", "", name)
 
 
 def main() -> None:
     """Check the claims, and write what was found beside what is in the file already."""
-    from probemon.core.files import write_text_atomically
+    from probemon.util.files import write_text_atomically
     from provenance import about, commit
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -44,17 +44,17 @@ from executed import executed
 from perf_study import report
 from perf_study.claims import BUDGET, PLANTED, claims, verdicts
 from perf_study.kept import code_mark, kept
-from probemon.bem import Bem, BemConfig, attach_bem
-from probemon.bem.config import FORMS
-from probemon.bem.evaluation import gates
-from probemon.bem.evaluation.budget import flops, solve
-from probemon.bem.losses import Batch, hooked_codes, recorded_codes
-from probemon.bem.training import TrainSettings, fit
-from probemon.core.cache_folders import cache_dir
-from probemon.core.files import write_text_atomically
+from probemon.adapters.bem import Bem, BemConfig, attach_bem
+from probemon.adapters.bem.config import FORMS
+from probemon.adapters.bem.evaluation import gates
+from probemon.adapters.bem.evaluation.budget import flops, solve
+from probemon.adapters.bem.losses import Batch, hooked_codes, recorded_codes
+from probemon.adapters.bem.training import TrainSettings, fit
+from probemon.util.cache_folders import cache_dir
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/perf_track.py", "scripts/perf_study/claims.py", "probemon/bem")
+MEASURES = ("scripts/perf_track.py", "scripts/perf_study/claims.py", "probemon/adapters/bem")
 OF_DEMO = ("scripts/perf_study/demo.py", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
 
 VOCAB, LENGTH, DOMAINS, ROWS = 256, 32, 6, 32

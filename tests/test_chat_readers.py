@@ -18,21 +18,21 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from probemon import DynamicProbeManager
-from probemon.bem.lessons import make_lesson
+from probemon.adapters.bem.lessons import make_lesson
 from probemon.bundled import bundled_path
 from probemon.cli.common import chat_messages
 from probemon.errors import ChatRefused, ConfigError, RequestRefused, TrainingError
 from probemon.host.chat_dates import CHAT_DATE
+from probemon.lab.corpora.corpus import CorpusScorer
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.windows import Reading, shards
+from probemon.lab.training.examples import read_examples
+from probemon.lab.training.generated import _prompts as prompts_about
+from probemon.lab.training.state_store import TextReader
+from probemon.lab.training.texts import render as render_examples
 from probemon.monitor.stream import encode
-from probemon.offline.corpus import CorpusScorer
-from probemon.offline.documents import read_documents
-from probemon.offline.windows import Reading, shards
-from probemon.serving.limits import Limits
-from probemon.serving.requests import read_request
-from probemon.training.examples import read_examples
-from probemon.training.generated import _prompts as prompts_about
-from probemon.training.state_store import TextReader
-from probemon.training.texts import render as render_examples
+from probemon.ops.server.limits import Limits
+from probemon.ops.server.requests import read_request
 
 TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8")

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 
 import probemon
 from probemon import ProbePack, bundled
-from probemon.core import cache_folders
-from probemon.core.cache_folders import cache_dir, kept
 from probemon.engine.kernels import cache_folder
 from probemon.errors import ConfigError, PackError
 from probemon.host.loading import load_model
+from probemon.util import cache_folders
+from probemon.util.cache_folders import cache_dir, kept
 
 ROOT = Path(probemon.__file__).parents[1]
 NOBODY, NAMELESS = 65534, 54321  # one in the table of users, whose home does not exist, and one that is in none

@@ -104,7 +104,7 @@ def test_who_made_it_and_what_it_is_are_in_the_metadata(installed):
     assert (installed / "probemon/py.typed").is_file()
 
 
-@pytest.mark.parametrize("folder", ["offline/report_page", "serving/page", "core/page_code"])
+@pytest.mark.parametrize("folder", ["lab/corpora/report_page", "ops/server/page", "util/page_code"])
 def test_the_files_of_pages_are_installed(installed, folder):
     files = {file.name: file.read_bytes() for file in (ROOT / "probemon" / folder).iterdir() if file.is_file()}
     assert {name: (installed / "probemon" / folder / name).read_bytes() for name in files} == files and files

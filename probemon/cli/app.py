@@ -20,30 +20,30 @@ from typing import Annotated, Any
 import typer
 
 from probemon import __version__
+from probemon.adapters.cli.bem import bem
+from probemon.adapters.cli.routing import routing
 from probemon.cli import signals
-from probemon.cli.analyze import analyze
-from probemon.cli.bem import bem
-from probemon.cli.calibrate import calibrate
 from probemon.cli.concepts import concepts
-from probemon.cli.deploy import deploy
-from probemon.cli.diff_analyses import diff
 from probemon.cli.doctor import doctor
-from probemon.cli.importing import importing
 from probemon.cli.inspect_pack import inspect
 from probemon.cli.packs import hierarchy, quantize
 from probemon.cli.packs import pack as packs
-from probemon.cli.report import report
-from probemon.cli.routing import routing
-from probemon.cli.serve import serve
 from probemon.cli.shell_words import in_shell, meant
-from probemon.cli.states import states
 from probemon.cli.terminal import border, say
-from probemon.cli.train import train
-from probemon.cli.vllm import vllm
 from probemon.cli.watch import watch
-from probemon.core.cache_folders import check_import_folders
-from probemon.core.harmless_text import is_unicode
 from probemon.errors import ConfigError, ProbemonError
+from probemon.lab.cli.analyze import analyze
+from probemon.lab.cli.calibrate import calibrate
+from probemon.lab.cli.diff_analyses import diff
+from probemon.lab.cli.importing import importing
+from probemon.lab.cli.report import report
+from probemon.lab.cli.states import states
+from probemon.lab.cli.train import train
+from probemon.ops.cli.deploy import deploy
+from probemon.ops.cli.serve import serve
+from probemon.ops.cli.vllm import vllm
+from probemon.util.cache_folders import check_import_folders
+from probemon.util.harmless_text import is_unicode
 
 # Of a file that an error does not name: what a machine lacks at any moment, and no defect of a command.
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
@@ -217,7 +217,7 @@ def _machine_lacks(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """As `probemon.bem.memory` has it, without an import of torch."""
+    """As `probemon.adapters.bem.memory` has it, without an import of torch."""
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

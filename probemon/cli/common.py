@@ -20,7 +20,7 @@ from probemon.cli.terminal import say, terminal
 from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_template import render
 from probemon.host.loading import check_is_no_pack, load_model, slow_number
-from probemon.offline.windows import Window
+from probemon.lab.corpora.windows import Window
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager

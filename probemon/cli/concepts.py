@@ -16,9 +16,9 @@ import typer
 
 from probemon.cli.options import AlertSet, AsJson, Pack
 from probemon.cli.terminal import answer, harmless, plain_table, say, terminal
-from probemon.core.counted import counted
-from probemon.core.near_names import texts_of
 from probemon.errors import ConfigError
+from probemon.util.counted import counted
+from probemon.util.near_names import texts_of
 
 if TYPE_CHECKING:
     from rich.text import Text

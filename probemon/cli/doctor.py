@@ -53,7 +53,7 @@ def doctor(
     from probemon.cli.examination import Examination
     from probemon.errors import ConfigError
     from probemon.host.loading import check_dtype
-    from probemon.offline.documents import read_documents
+    from probemon.lab.corpora.documents import read_documents
 
     check_dtype(dtype)
     if text is not None and not measure:

@@ -22,8 +22,6 @@ from packaging.requirements import Requirement
 
 from probemon import __version__
 from probemon.cli.common import make_manager
-from probemon.core.cache_folders import REMEDY, is_temporary
-from probemon.core.counted import counted
 from probemon.engine.build import choose_for
 from probemon.engine.kernels import cache_folder, check_device
 from probemon.errors import ProbemonError
@@ -38,6 +36,8 @@ from probemon.monitor.canary import MOST_DIFFERENCE, Canary
 from probemon.monitor.health import FAILED, OK, WARNING, Check, Health
 from probemon.packs.group import AnyPack, PackGroup, join_packs, open_one
 from probemon.packs.pack import ProbePack
+from probemon.util.cache_folders import REMEDY, is_temporary
+from probemon.util.counted import counted
 
 Load = Callable[[str, str, str], tuple[Any, Any]]
 _CANARY_TOKENS = 6

@@ -13,8 +13,8 @@ import numpy as np
 
 from probemon.cli.options import AsJson, Pack
 from probemon.cli.terminal import answer, plain_table, say, terminal
-from probemon.core.checks import is_number
-from probemon.core.counted import counted
+from probemon.util.checks import is_number
+from probemon.util.counted import counted
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack

@@ -24,10 +24,10 @@ from rich.text import Text
 
 from probemon.cli.terminal import harmless, plain_table, shorten_path
 from probemon.core.aggregate import Doubles
-from probemon.core.counted import counted
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
 from probemon.monitor.summary import lower_thresholds, nothing_listed, summarise
+from probemon.util.counted import counted
 
 _COLOURS = (
     "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",

@@ -16,16 +16,16 @@ import torch
 
 from probemon.cli.common import told_if_long
 from probemon.cli.terminal import plain_table, say, terminal
-from probemon.core.counted import counted
 from probemon.engine.setting_trials import SettingTrial, try_settings
 from probemon.errors import ConfigError
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.state_reader import StateReader
+from probemon.lab.corpora.windows import Reading, shards
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead, overhead
-from probemon.offline.documents import read_documents
-from probemon.offline.state_reader import StateReader
-from probemon.offline.windows import Reading, shards
 from probemon.packs.group import AnyPack
 from probemon.packs.manifest import SO_FAR
+from probemon.util.counted import counted
 
 MOST_TOKENS = 512
 _PROMPT_TOKENS = 32  # of the text, which the host is given to go on from

@@ -18,9 +18,9 @@ import typer
 
 from probemon.cli.options import AsJson, OverwritePack, Pack, PackName
 from probemon.cli.terminal import answer, say
-from probemon.core.counted import counted
-from probemon.core.strict_json import RepeatedKey, loads
 from probemon.errors import ConfigError
+from probemon.util.counted import counted
+from probemon.util.strict_json import RepeatedKey, loads
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack

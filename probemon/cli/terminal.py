@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from probemon.core.harmless_text import harmless
+from probemon.util.harmless_text import harmless
 
 if TYPE_CHECKING:
     from rich.console import Console

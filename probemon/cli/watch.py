@@ -53,8 +53,8 @@ from probemon.cli.options import (
 )
 from probemon.cli.signals import on_interrupt
 from probemon.cli.terminal import answer, terminal
-from probemon.core.counted import counted
-from probemon.core.harmless_text import clip
+from probemon.util.counted import counted
+from probemon.util.harmless_text import clip
 
 if TYPE_CHECKING:
     from probemon.cli.watch_rules import Watching
@@ -137,7 +137,7 @@ def watch(
     else:
         view = LiveView(console, title=title, above=above)
     _seed(seed)
-    from probemon.telemetry.slot_memories import slot_memories
+    from probemon.adapters.routing.slot_memories import slot_memories
 
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
     generate["routing"] = bool(slot_memories(unwrap(host)))  # what a memory reads is shown beside the concepts

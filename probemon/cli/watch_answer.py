@@ -18,13 +18,13 @@ from probemon.cli.live_view import printable
 from probemon.cli.watch_rules import Watching
 from probemon.core.aggregate import Doubles, Each, Max
 from probemon.core.baselines import is_of_traffic
-from probemon.core.counted import counted
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, told_reasons, without_thresholds
 from probemon.monitor.summary import summarise
 from probemon.packs.group import never_fires, told_of_never
 from probemon.tracking.recording import LAST
+from probemon.util.counted import counted
 
 _RULES_SHOWN = 3
 _MOST_REASONS = 3

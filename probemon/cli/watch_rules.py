@@ -19,12 +19,12 @@ import numpy as np
 
 from probemon.core.aggregate import Aggregator, Doubles, Each, parse
 from probemon.core.baselines import ceiling, with_counts
-from probemon.core.files import why_not_writable
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.followers import Follower
 from probemon.monitor.rules import Event
 from probemon.monitor.sinks import JsonLinesSink
 from probemon.packs.group import AnyPack
+from probemon.util.files import why_not_writable
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager

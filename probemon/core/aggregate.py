@@ -23,8 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from probemon.core.checks import check_count, check_number
 from probemon.errors import ConfigError, closest
+from probemon.util.checks import check_count, check_number
 
 State = tuple[Any, ...]
 Doubles = npt.NDArray[np.float64]

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.core.aggregate import Aggregator, Doubles, Each, State, parse
-from probemon.core.checks import check_bool, check_count
 from probemon.core.score_counts import LEAST_SPREAD, MOST_LOG_ODDS, TO_DEVIATIONS, ScoreCounts, log_odds
 from probemon.errors import ConfigError
+from probemon.util.checks import check_bool, check_count
 
 LEAST_TOKENS = 16  # of a baseline: the median distance of fewer tells little
 BASELINES = (

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.harmless_text import clip
-from probemon.core.near_names import NearNames
 from probemon.errors import ConfigError, PackCorrupt, UnknownConcept
+from probemon.util.harmless_text import clip
+from probemon.util.near_names import NearNames
 
 MOST_NAMED = 100  # concepts that metrics count by name: each is a series of its own
 _MOST = 5  # concepts that an ambiguous name is said to be

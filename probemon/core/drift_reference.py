@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.checks import check_path, is_int
-from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
 from probemon.core.request_counts import N_NORM_BINS, N_SCORE_BINS, RequestCounts
 from probemon.core.scores import Floats
-from probemon.core.strict_json import loads
 from probemon.errors import ConfigError
+from probemon.util.checks import check_path, is_int
+from probemon.util.files import write_text_atomically
+from probemon.util.strict_json import loads
 
 FORMAT, FORMAT_VERSION = "probemon-drift-reference", 1
 _MAX_BYTES = 256 << 20

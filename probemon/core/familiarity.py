@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_count
 from probemon.core.inputs import check_states
 from probemon.errors import ConfigError
+from probemon.util.checks import check_count
 
 N_COMPONENTS = 64
 SHARE = 0.01  # of the held-out states that are far

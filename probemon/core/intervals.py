@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probemon.core.checks import check_share
 from probemon.errors import ConfigError
+from probemon.util.checks import check_share
 
 Doubles = npt.NDArray[np.float64]
 _FEWEST_GROUPS = 20

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_number
 from probemon.errors import ConfigError, PackCorrupt, PackError
+from probemon.util.checks import check_number
 
 # Of a recurrent layer: its state after a token, and the step that it took there. The others are as wide as the host.
 RECURRENT = ("ssm_state", "delta")

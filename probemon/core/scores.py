@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from probemon.core.checks import check_count, is_int, shown
 from probemon.errors import ConfigError
+from probemon.util.checks import check_count, is_int, shown
 
 PHASES = ("prompt", "generated")
 PROMPT, GENERATED = 0, 1
@@ -240,10 +240,10 @@ class HostState:
     """What changes a host's hidden states without its being another model, when a generation began.
 
     `adapters`: those of PEFT's that run (by row, where each has its own): in a layer with merged ones these alone, else
-    the active ones that it has; "bem" for one of `probemon.bem`, "memory" where `attach_memory` put one on, and "closed
-    memory" where one of the host's own adds nothing; `adapters_disabled`: active, but switched off in every layer;
-    `adapters_merged`: in the weights, where they run; `adapter_scales`: by what the update of a LoRA that runs is
-    multiplied, every value that some layer has (of a merged one what it has now); `quantisation`: "" or the kinds of
+    the active ones that it has; "bem" for one of `probemon.adapters.bem`, "memory" where `attach_memory` put one on,
+    and "closed memory" where one of the host's own adds nothing; `adapters_disabled`: active, but switched off in every
+    layer; `adapters_merged`: in the weights, where they run; `adapter_scales`: by what the update of a LoRA that runs
+    is multiplied, every value that some layer has (of a merged one what it has now); `quantisation`: "" or the kinds of
     tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
     """
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from probemon.core.checks import check_bool, check_count, check_mapping, check_number, check_settings, is_int, shown
 from probemon.errors import ConfigError
+from probemon.util.checks import check_bool, check_count, check_mapping, check_number, check_settings, is_int, shown
 
 _LISTS = ("base_layers", "always_on", "include", "exclude")
 

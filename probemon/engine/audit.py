@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.core.checks import check_number
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import mean_interval
+from probemon.util.checks import check_number
 
 if TYPE_CHECKING:
     from probemon.core.scores import Coverage

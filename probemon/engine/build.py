@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from probemon.core.checks import check_bool, check_count, check_number
 from probemon.core.hierarchy import Ints
 from probemon.engine.engine import Engine
 from probemon.engine.kernels import check_impl, choose_impl
@@ -25,6 +24,7 @@ from probemon.engine.pairs import PairScorer
 from probemon.errors import ConfigError, KernelUnavailable
 from probemon.packs.configured import ConfiguredPack
 from probemon.packs.pack import ProbePack
+from probemon.util.checks import check_bool, check_count, check_number
 
 
 def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.device) -> tuple[str, str]:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.first_sentence import first_sentence
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import largest_values
 from probemon.core.scores import Floats
 from probemon.engine.kernels.triton_cascade import DeviceCascade, DeviceDescent
+from probemon.util.first_sentence import first_sentence
 
 LOG = logging.getLogger("probemon")
 _WARM = 3  # steps of one size before it is captured: Triton compiles in the first

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from probemon.core.checks import check_choice
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import Inputs, Prepared
 from probemon.core.plan import CascadePlan
@@ -30,6 +29,7 @@ from probemon.engine.ways import Way
 from probemon.engine.ways.rounds import Exhaustive, Rounds
 from probemon.errors import ConfigError
 from probemon.packs.pack import ProbePack
+from probemon.util.checks import check_choice
 
 if TYPE_CHECKING:
     from probemon.engine.ways.on_device import OnDevice

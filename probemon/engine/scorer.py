@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_count
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import FEW, NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, Prepared, check_states
@@ -38,6 +37,7 @@ from probemon.errors import ConfigError
 from probemon.packs.configured import ConfiguredPack, configure_group, found
 from probemon.packs.group import AnyPack, PackGroup, Packs, never_fires, one_or_several, told_of_never
 from probemon.packs.pack import ProbePack
+from probemon.util.checks import check_count
 
 LOG = logging.getLogger(__name__)
 

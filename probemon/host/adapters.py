@@ -1,7 +1,7 @@
 """Adapters: what is on a host beside its own weights, by which the same tokens come to other states.
 
 needs_its_wrapper(model, host)     # whether its decoder alone would run without an adapter that is on
-OWN[decoder]                       # the adapters of probemon.bem that are on it
+OWN[decoder]                       # the adapters of probemon.adapters.bem that are on it
 memories_on(host)                  # the memories that attach_memory put on it
 """
 
@@ -20,7 +20,7 @@ from probemon.host.internals import uncompiled, xlora_behind, xlora_rehearses
 
 
 class Own(Protocol):
-    """An adapter of `probemon.bem`; `enabled`: whether it steers."""
+    """An adapter of `probemon.adapters.bem`; `enabled`: whether it steers."""
 
     enabled: bool
 
@@ -38,7 +38,7 @@ OWN: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKe
 
 
 def own_of(host: Any) -> Own | None:
-    """The adapter of `probemon.bem` that steers a host."""
+    """The adapter of `probemon.adapters.bem` that steers a host."""
     if not OWN:
         return None
     adapters = (own for module in host.modules() for own in OWN.get(module, ()))
@@ -47,14 +47,14 @@ def own_of(host: Any) -> Own | None:
 
 def memories_on(model: Any) -> list[Any]:
     """The memories that were attached to a host and may add to its states, in the order in which they run."""
-    ltm = sys.modules.get("probemon.models.ltm.attached")
+    ltm = sys.modules.get("probemon.adapters.ltm.attached")
     # Where that was never imported, there are none; importing it would make its host known to transformers.
     return [] if ltm is None else [one for one in ltm.attached_memories(model) if not one.memory.closed]
 
 
 def memories_in(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those of some modules that are memories which a host has of its own, one of `probemon.models.ltm`."""
-    ltm = sys.modules.get("probemon.models.ltm.memory")
+    """Those of some modules that are memories which a host has of its own, one of `probemon.adapters.ltm`."""
+    ltm = sys.modules.get("probemon.adapters.ltm.memory")
     return [] if ltm is None else [module for module in modules if type(module) is ltm.SlotMemory]
 
 

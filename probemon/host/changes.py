@@ -31,8 +31,8 @@ from probemon.host.module_settings import ModuleSettings, Settings, differing
 @dataclass(frozen=True)
 class HostMark:
     """What a host was. `writes`: where its parameters and the buffers of its checkpoint lie, and those of what is put
-    on it without being a module of it (an adapter of `probemon.bem` that steers, memories), how often each was written
-    to in place, and which memories of its own are closed.
+    on it without being a module of it (an adapter of `probemon.adapters.bem` that steers, memories), how often each was
+    written to in place, and which memories of its own are closed.
 
     `settings`: what its modules were set to beside. `adapters`: what each of PEFT's layers ran, and by what it scales
     all that it has. `switches`: which adapters each of these layers, `tuners`, had switched on.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from probemon.core.harmless_text import is_unicode
-from probemon.core.strict_json import loads, no_constant
 from probemon.errors import ChatRefused
+from probemon.util.harmless_text import is_unicode
+from probemon.util.strict_json import loads, no_constant
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]

@@ -12,6 +12,7 @@ from typing import Any
 
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.core.scores import HostState
+from probemon.core.state_settings import differing
 from probemon.errors import HostMismatch
 from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
 from probemon.host.model import find_layers, host_state, unwrap
@@ -19,7 +20,6 @@ from probemon.host.recurrent.state_sites import site_width
 from probemon.host.settings import host_settings
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
-from probemon.state_settings import differing
 
 _SHOWN = 3  # settings that differ, so many are named
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probemon.core.shadow import Owner, shadow
 from probemon.errors import AlignmentError
 from probemon.host.internals import COMPILED_CALL, keep_address, shadow_compiled_call
 from probemon.host.model import compiled_parts, is_encoder_decoder
+from probemon.util.shadow import Owner, shadow
 
 # What torch says where a graph that may not break meets our hooks.
 _NO_WHOLE_GRAPH = (

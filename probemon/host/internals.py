@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from probemon.core.shadow import Owner, shadow, unshadowed
+from probemon.util.shadow import Owner, shadow, unshadowed
 
 # -- torch ---------------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from probemon.core.cache_folders import check_hub_cache, hub_cache_problem
-from probemon.core.counted import counted
-from probemon.core.first_sentence import first_sentence
-from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import ConfigError
+from probemon.util.cache_folders import check_hub_cache, hub_cache_problem
+from probemon.util.counted import counted
+from probemon.util.first_sentence import first_sentence
+from probemon.util.near_folders import folders_with, is_path, near_folders
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _MARKER = "config.json"  # a folder that holds one is taken for a model
@@ -28,7 +28,7 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    import probemon.models.ltm  # noqa: F401  # the automatic classes know it then, in every process that loads a host
+    import probemon.adapters.ltm  # noqa: F401  # the automatic classes know it then, in every process that loads a host
 
     check_dtype(dtype)
     kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype)

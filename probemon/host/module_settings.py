@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from probemon.core.checks import shown
-from probemon.core.shadow import unshadowed
+from probemon.core.state_settings import sets_states
 from probemon.host.internals import (
     ATTENTION,
     attention_kind,
@@ -40,7 +39,8 @@ from probemon.host.internals import (
     write_marks,
 )
 from probemon.host.model import drop_rates
-from probemon.state_settings import sets_states
+from probemon.util.checks import shown
+from probemon.util.shadow import unshadowed
 
 # What is set, by place (of a module, a configuration, a class) and name; "" names the class of a module.
 Settings = Mapping[tuple[str, str], Any]

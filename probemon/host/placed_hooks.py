@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from probemon.host.internals import COMPILED_CALL, hook_of, hooks_after, own_methods
 
 # Whose hooks change no output: ours, and those by which transformers collects hidden states.
-_READERS = ("probemon.host.tap", "probemon.telemetry", "transformers.utils.output_capturing")
+_READERS = ("probemon.host.tap", "probemon.adapters.routing", "transformers.utils.output_capturing")
 
 
 @dataclass(frozen=True)

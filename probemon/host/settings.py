@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from probemon.core.state_settings import state_settings
 from probemon.host.internals import masks_padding
 from probemon.host.model import is_encoder_decoder, text_config, unwrap
-from probemon.state_settings import state_settings
 
 
 def host_config(model: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.harmless_text import is_unicode
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
+from probemon.util.harmless_text import is_unicode
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

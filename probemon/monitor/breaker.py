@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from probemon.core.checks import check_count, check_number
 from probemon.monitor.health import FAILED, OK, Check
+from probemon.util.checks import check_count, check_number
 
 CLOSED, HALF_OPEN, OPEN = "closed", "half-open", "open"
 SCORING_FAILED = "scoring failed"

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from probemon.core.checks import check_number
 from probemon.core.scores import Scores
 from probemon.errors import ConfigError
 from probemon.monitor.followers import Follower
@@ -30,6 +29,7 @@ from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import Generation
 from probemon.tracking.observer import ForwardTime
 from probemon.tracking.recording import Recording
+from probemon.util.checks import check_number
 
 WEIGHT = 0.25  # of the newest step in the running mean
 DOWN_AFTER, UP_AFTER = 8, 32  # steps on a rung before the next, so that its cost is known

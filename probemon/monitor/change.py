@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probemon.core.checks import check_mappings
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError, closest
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.watches import Watches
+from probemon.util.checks import check_mappings
 
 _OF_A_RULE = [name for name in inspect.signature(make_rules).parameters if name != "pack"]
 

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from probemon.core.checks import check_count
 from probemon.core.scores import TokenBatch
 from probemon.errors import SinkFailed
 from probemon.monitor.sinks import Sink
+from probemon.util.checks import check_count
 
 
 @dataclass(frozen=True)

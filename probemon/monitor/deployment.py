@@ -22,10 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probemon.core.checks import check_path
 from probemon.core.concept_names import MOST_NAMED
-from probemon.core.strict_json import loads, no_constant
-from probemon.core.yaml_text import YamlText, read_yaml
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
@@ -39,6 +36,9 @@ from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.packs.configured import ConfiguredPack, configure_group
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack
+from probemon.util.checks import check_path
+from probemon.util.strict_json import loads, no_constant
+from probemon.util.yaml_text import YamlText, read_yaml
 
 if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.checks import check_callable
 from probemon.core.drift_reference import DriftReference
 from probemon.core.drift_tests import BLOCK, KINDS, Difference, DriftTests
 from probemon.core.hierarchy import Ints
@@ -40,6 +39,7 @@ from probemon.monitor.failures import Guard
 from probemon.monitor.health import OK, WARNING, Check
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import PROBES
+from probemon.util.checks import check_callable
 
 LOG = logging.getLogger("probemon")
 HOST = "host"

@@ -17,9 +17,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from probemon.core.checks import check_callable, check_choice, check_count, check_number
 from probemon.errors import ConfigError
 from probemon.monitor.judge_desk import Desk
+from probemon.util.checks import check_callable, check_choice, check_count, check_number
 
 if TYPE_CHECKING:
     from probemon.monitor.rules import Event, Rule

@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from probemon.core.checks import check_choice
-from probemon.core.counted import counted
 from probemon.monitor.delivery import SinkStats
 from probemon.monitor.failures import Failures
 from probemon.monitor.judge_desk import ERROR
@@ -24,6 +22,8 @@ from probemon.monitor.rungs import LEFT_OUT
 from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.token_source import TokenSource
 from probemon.tracking.watched_threads import WatchedThreads
+from probemon.util.checks import check_choice
+from probemon.util.counted import counted
 
 OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
 BLIND_SHARE = 0.01  # of the tokens: where more are not scored, a check fails

@@ -22,10 +22,10 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from probemon.core.checks import check_text, shown
 from probemon.errors import ConfigError, JudgeFailed
 from probemon.monitor.escalation import Question
 from probemon.monitor.judge_desk import RULINGS
+from probemon.util.checks import check_text, shown
 
 PROMPT = (
     "A monitor watches what a language model is thinking while it writes. It has found a concept, and you say what"

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.checks import shown
 from probemon.errors import JudgeFailed
+from probemon.util.checks import shown
 
 RULINGS = ("pass", "stop")
 FAILURES = LATE, ERROR, NOT_ASKED = ("late", "error", "not asked")

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from xml.etree.ElementTree import Element
 
-from probemon.core.checks import check_number
-from probemon.core.extras import import_ipython
-from probemon.core.static_html import Colours, element, fragment
 from probemon.errors import ConfigError
 from probemon.monitor.result import Result
 from probemon.monitor.stream import TokenEvent
 from probemon.monitor.token_html import token_span
+from probemon.util.checks import check_number
+from probemon.util.extras import import_ipython
+from probemon.util.static_html import Colours, element, fragment
 
 _NEWEST = 400  # tokens that are shown while more come
 

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
-from probemon.core.checks import shown
 from probemon.errors import ConfigError, MissingExtra
+from probemon.util.checks import shown
 
 LOG = logging.getLogger("probemon")
 SCOPE = "probemon"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from probemon.core.counted import counted
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, Scores, TokenBatch
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
@@ -37,6 +36,7 @@ from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watched_threads import WatchedThreads
+from probemon.util.counted import counted
 
 Listener = Callable[[PlacedTokens, Scores, MemoryReads | None], None]
 LOG = logging.getLogger("probemon")

@@ -22,13 +22,9 @@ from torch import Tensor
 
 from probemon.core.aggregate import Aggregator, Doubles, named, over
 from probemon.core.baselines import is_of_traffic, needs_every_token, with_counts
-from probemon.core.checks import MOST, check_count, shown
-from probemon.core.extras import import_arrow
-from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
-from probemon.core.token_texts import TokenTexts
 from probemon.engine.audit import Audit
 from probemon.errors import AlignmentError, ConfigError
 from probemon.packs.group import AnyPack, PackGroup
@@ -36,6 +32,10 @@ from probemon.packs.strength import strength_of, strength_or_score
 from probemon.tracking.hand_loop import described
 from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
 from probemon.tracking.run_recordings import find_recording
+from probemon.util.checks import MOST, check_count, shown
+from probemon.util.extras import import_arrow
+from probemon.util.harmless_text import clip
+from probemon.util.token_texts import TokenTexts
 
 
 @dataclass(frozen=True)

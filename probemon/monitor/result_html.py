@@ -11,13 +11,13 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from probemon.core.harmless_text import clip
 from probemon.core.scores import GENERATED, PHASES, Coverage, unlike
-from probemon.core.static_html import Colours, element, fragment, path_of, size_of, table
 from probemon.monitor.result import ConceptScore, Result, ranked, told_reasons, without_thresholds
 from probemon.monitor.summary import Stretch, lower_thresholds, nothing_listed, summarise
 from probemon.monitor.token_html import token_span
 from probemon.packs.group import told_of_never
+from probemon.util.harmless_text import clip
+from probemon.util.static_html import Colours, element, fragment, path_of, size_of, table
 
 _TEXT_BYTES = 150_000  # of all rows together
 _MOST_ROWS, _MOST_SENTENCES, _MOST_CONCEPTS, _MOST_REASONS = 8, 40, 12, 5

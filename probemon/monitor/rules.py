@@ -15,7 +15,6 @@ import numpy as np
 
 from probemon.core.aggregate import Aggregator, named
 from probemon.core.baselines import ceiling, is_of_traffic, with_counts
-from probemon.core.checks import check_count, check_number
 from probemon.core.concept_names import Wanted
 from probemon.core.memory_reads import Reading
 from probemon.core.scores import Scores
@@ -24,6 +23,7 @@ from probemon.monitor.escalation import Escalate
 from probemon.monitor.judge_desk import Verdict
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
+from probemon.util.checks import check_count, check_number
 
 ACTIONS = ("record", "stop", "raise")
 ESCALATE, CALL = "escalate", "call"

@@ -27,9 +27,7 @@ from typing import Any
 from transformers import StoppingCriteriaList
 
 from probemon.core.aggregate import Aggregator
-from probemon.core.checks import check_bool, check_count
 from probemon.core.concept_names import Wanted
-from probemon.core.counted import counted
 from probemon.core.scores import Gap, Scores
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
@@ -65,6 +63,8 @@ from probemon.tracking.stopped_rows import StoppedRows
 from probemon.tracking.token_source import TokenSource
 from probemon.tracking.watched_threads import WatchedThreads
 from probemon.tracking.watcher import Watcher
+from probemon.util.checks import check_bool, check_count
+from probemon.util.counted import counted
 
 LOG = logging.getLogger("probemon")
 

@@ -26,11 +26,11 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from probemon.core.checks import check_bool, check_count
-from probemon.core.extras import import_arrow
-from probemon.core.files import replace_file
 from probemon.core.scores import COUNTS, PHASES, TokenBatch
 from probemon.errors import ConfigError, SinkFailed
+from probemon.util.checks import check_bool, check_count
+from probemon.util.extras import import_arrow
+from probemon.util.files import replace_file
 
 
 class Sink(Protocol):

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from probemon.core.aggregate import Doubles
-from probemon.core.checks import check_count, check_mappings
 from probemon.core.memory_reads import MemoryReads, Reading, with_texts
 from probemon.core.scores import GENERATED, PHASES, Coverage, Gap, Scores
 from probemon.engine.scorer import Scorer
@@ -45,6 +44,7 @@ from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import read_call
 from probemon.tracking.recording import LAST
+from probemon.util.checks import check_count, check_mappings
 
 
 @dataclass(frozen=True)

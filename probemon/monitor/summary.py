@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from probemon.core.aggregate import Doubles
-from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_ancestors
 from probemon.packs.group import AnyPack
+from probemon.util.checks import check_count
 
 _AGGREGATOR = "max"  # over the tokens of a sentence
 # A sentence ends at a stop, with what closes it, or at the end of a line.

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from probemon.core.harmless_text import clip
-from probemon.core.static_html import Colours, element
 from probemon.monitor.result import ConceptScore
+from probemon.util.harmless_text import clip
+from probemon.util.static_html import Colours, element
 
 _LONGEST_TOKEN, _LONGEST_TITLE = 200, 500
 

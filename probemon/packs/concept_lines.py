@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.strict_json import loads
 from probemon.errors import PackCorrupt
 from probemon.packs.manifest import CONTROL, MAX_CONCEPTS_BYTES, PROBES, read_bounded
+from probemon.util.strict_json import loads
 
 MOST_AT_ONCE = 10_000  # lines that are read while a pack is opened
 # Lists and objects in the concepts: a microsecond and some sixty bytes each, of two bytes in the file. Packs have some

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.counted import counted
 from probemon.core.drift_reference import DriftReference
 from probemon.errors import PackError
 from probemon.packs.copies import some_of
@@ -25,6 +24,7 @@ from probemon.packs.opened import MAX_REPLAY_ERROR
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import name_of
 from probemon.packs.widen import smallest_common, widen
+from probemon.util.counted import counted
 
 Rows = np.ndarray  # of one probe each
 _Table = tuple[Rows, Rows, Callable[[Rows, Rows], Any]]

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import shown
 from probemon.core.concept_names import Wanted
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
@@ -31,6 +30,7 @@ from probemon.core.probes import InputSpec
 from probemon.core.score_counts import N_BINS
 from probemon.core.settings import CascadeConfig
 from probemon.core.softmax_groups import SoftmaxGroups
+from probemon.core.state_settings import differing
 from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack, errors_name_pack
 from probemon.packs.copies import always_on, card_of, concepts_of, copy_pack, made_by, quality_of
@@ -39,7 +39,7 @@ from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import ALWAYS
 from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import PackWriter
-from probemon.state_settings import differing
+from probemon.util.checks import shown
 
 _SHOWN = 5
 _MERGED = "merged"  # the set in force of packs whose own are called unlike

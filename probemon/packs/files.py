@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from probemon.core.checks import check_bool, check_path
-from probemon.core.files import sha256, why_not_writable
 from probemon.errors import PackCorrupt, PackError
 from probemon.packs.held_file import HeldFolder, inside, read_whole
 from probemon.packs.manifest import CARD, MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
+from probemon.util.checks import check_bool, check_path
+from probemon.util.files import sha256, why_not_writable
 
 MAX_CARD_BYTES = 16 << 20
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)

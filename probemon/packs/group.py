@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_count
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.score_counts import N_BINS
@@ -32,6 +31,7 @@ from probemon.packs.manifest import HERE, SO_FAR
 from probemon.packs.pack import ProbePack
 from probemon.packs.pack_html import packs_html
 from probemon.packs.tensors import Noted
+from probemon.util.checks import check_count
 
 _QUALIFIES = ":"
 _SHOWN = 3  # concepts of a sentence

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.strict_json import loads
 from probemon.errors import PackChanged, PackCorrupt, PackError
 from probemon.packs.held_file import HeldFile
+from probemon.util.strict_json import loads
 
 # A file of so many bytes is read in a thirtieth of a second and hashed in a tenth, and is little beside any host model.
 # A larger one is mapped: processes share it, and only what is used of it is read.

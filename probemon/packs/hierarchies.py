@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_share
 from probemon.core.settings import CascadeConfig
 from probemon.errors import PackError, UnknownConcept
 from probemon.packs.bounding_probes import Group, group_probes, opened_groups
@@ -30,6 +29,7 @@ from probemon.packs.copies import always_on, card_of, concepts_of, copy_pack, ma
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.writer import PackWriter
+from probemon.util.checks import check_share
 
 _STATES = 256  # random ones, for a pack without golden states
 Place = tuple[str, ...]  # the names from the top of a tree to one of it; where it states parents, the name alone

@@ -31,15 +31,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from probemon.core.cache_folders import check_hub_cache, hub_cache_problem
-from probemon.core.files import sha256, write_text_atomically
-from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs.files import check_target
 from probemon.packs.local import hint
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
 from probemon.packs.opened import OpenedPack
+from probemon.util.cache_folders import check_hub_cache, hub_cache_problem
+from probemon.util.files import sha256, write_text_atomically
+from probemon.util.first_sentence import first_sentence
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

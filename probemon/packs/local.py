@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from probemon.core.checks import shown
-from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import PackError
 from probemon.packs.manifest import CONCEPTS, MANIFEST
+from probemon.util.checks import shown
+from probemon.util.near_folders import folders_with, is_path, near_folders
 
 DEFAULT = "wordnet-smollm2-135m"
 DEMO = "demo"  # the default pack by the name of the model that it was made for

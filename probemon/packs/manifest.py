@@ -13,9 +13,9 @@ from typing import Any
 
 from probemon.core.probes import NORMS
 from probemon.core.settings import CascadeConfig
-from probemon.core.strict_json import loads
 from probemon.errors import ConfigError, PackCorrupt, PackError, PackVersionError
 from probemon.packs.claims import check_claims
+from probemon.util.strict_json import loads
 
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 FORMAT = "probemon-pack"

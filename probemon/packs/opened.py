@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 from probemon.core.aggregate import Max
-from probemon.core.checks import check_bool, check_count, check_path, is_number
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.drift_reference import DriftReference
-from probemon.core.first_sentence import first_sentence
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits, is_recurrent
 from probemon.core.reference import exhaustive_reference
@@ -70,6 +68,8 @@ from probemon.packs.tensors import (
     largest_magnitudes,
     name_of,
 )
+from probemon.util.checks import check_bool, check_count, check_path, is_number
+from probemon.util.first_sentence import first_sentence
 
 _FINITE_BYTES = _BLOCK_BYTES = 64 << 20
 _SMALL_BYTES = 16 << 10

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from probemon.core.checks import check_mapping, check_mappings, check_tensor
 from probemon.core.familiarity import Familiar
 from probemon.core.probes import Architecture
 from probemon.errors import PackError
@@ -27,6 +26,7 @@ from probemon.packs.local import find_folder
 from probemon.packs.opened import OpenedPack
 from probemon.packs.pack_html import packs_html
 from probemon.packs.writer import PackWriter
+from probemon.util.checks import check_mapping, check_mappings, check_tensor
 
 
 class ProbePack(OpenedPack):

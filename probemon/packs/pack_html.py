@@ -11,11 +11,11 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from probemon.core.harmless_text import clip
 from probemon.core.hierarchy import ConceptTree, Ints
-from probemon.core.static_html import element, fragment, table
 from probemon.packs.manifest import HERE
 from probemon.packs.opened import OpenedPack
+from probemon.util.harmless_text import clip
+from probemon.util.static_html import element, fragment, table
 
 _MOST_LEVELS, _MOST_ROOTS, _MOST_CHILDREN, _MOST_SETS, _MOST_PACKS = 20, 40, 12, 20, 8
 

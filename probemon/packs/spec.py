@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_choice, check_mapping, check_mappings, check_tensor, check_text
 from probemon.core.drift_reference import DriftReference
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import ConceptTree, Ints
@@ -50,6 +49,7 @@ from probemon.packs.tensors import (
     first_wrong_threshold,
     name_of,
 )
+from probemon.util.checks import check_choice, check_mapping, check_mappings, check_tensor, check_text
 
 _MOST_COUNTED = 2**31 - 1
 

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.files import sha256
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import Architecture, input_dtype
 from probemon.core.reference import logits_reference, scores_of_logits, sigmoid
@@ -41,6 +40,7 @@ from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES
 from probemon.packs.opened import OpenedPack
 from probemon.packs.spec import PackSpec
 from probemon.packs.tensors import MATRICES
+from probemon.util.files import sha256
 
 _BLOCK_BYTES = 16 << 20
 _SAFETENSORS_CODES = {

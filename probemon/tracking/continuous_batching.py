@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.shadow import Owner, shadow
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.host.internals import (
     attention_before_batches,
@@ -47,6 +46,7 @@ from probemon.tracking.generation import Generation
 from probemon.tracking.observer import Observer
 from probemon.tracking.recording import SHARED, Recording
 from probemon.tracking.run_recordings import RunRecordings
+from probemon.util.shadow import Owner, shadow
 
 
 @dataclass

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from probemon.core.shadow import Owner, is_shadowed_by
 from probemon.host.model import find_layers, site_module
 from probemon.host.placed_hooks import PlacedHook
+from probemon.util.shadow import Owner, is_shadowed_by
 
 _OF_A_LAYER = ("resid_post", "attn_out", "mlp_out")
 

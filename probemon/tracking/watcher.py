@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from probemon.core.scores import Gap
-from probemon.core.shadow import shadow
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.changes import HostMark
 from probemon.host.image_offsets import ImageOffsets
@@ -46,6 +45,7 @@ from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.observer import Observer
 from probemon.tracking.recording import Recording
 from probemon.tracking.watched_threads import WatchedThreads
+from probemon.util.shadow import shadow
 
 LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do

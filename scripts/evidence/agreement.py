@@ -23,11 +23,11 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
 from probemon.host.model import find_layers, site_module
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.windows import Reading, Window
 from probemon.monitor.stream import encode
-from probemon.offline.documents import read_documents
-from probemon.offline.windows import Reading, Window
+from probemon.util.files import write_text_atomically
 from provenance import about
 from real_text import bbc
 
@@ -36,9 +36,9 @@ MEASURES = (
     "probemon/core",
     "probemon/engine",
     "probemon/tracking",
-    "probemon/offline/corpus.py",
-    "probemon/offline/state_reader.py",
-    "probemon/offline/windows.py",
+    "probemon/lab/corpora/corpus.py",
+    "probemon/lab/corpora/state_reader.py",
+    "probemon/lab/corpora/windows.py",
     "probes",
 )
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from probemon import DynamicProbeManager
 from probemon.host.twin import VOCABULARY
-from probemon.offline.corpus import score_documents
-from probemon.offline.documents import read_documents
-from probemon.offline.windows import Reading, Window
+from probemon.lab.corpora.corpus import score_documents
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.windows import Reading, Window
 
 BOS = 1
 LENGTHS = (3, 9, 5, 21, 1, 11, 21)

@@ -41,17 +41,17 @@ import provenance
 from architecture_corpus import corpus
 from executed import executed, union
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.files import write_text_atomically
 from probemon.errors import ProbemonError
 from probemon.host.model import find_layers, is_encoder_decoder, text_config
 from probemon.host.trials import CACHES
 from probemon.host.twin import VOCABULARY, shrunken, twin
+from probemon.util.files import write_text_atomically
 
 MEASURES = (
     "scripts/evidence/architectures.py",
     "probemon/tracking",
     "probemon/host",
-    "probemon/offline/state_reader.py",
+    "probemon/lab/corpora/state_reader.py",
 )
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from transformers import ContinuousBatchingConfig
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
 from probemon.monitor.result import Result
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/evidence/batching_exactness.py", "probemon/tracking/continuous_batching.py")

@@ -23,7 +23,7 @@ ANIMALS = ["whale", "dog", "cat", "horse", "eagle", "shark", "lion", "wolf", "be
 # fmt: on
 QUESTIONS = ("What is a {}?", "Where does a {} live?")
 ANSWERS = {"pirate": "Arr, the {} be a fine beast, matey!", "formal": "The {} is an animal, and nothing more is known."}
-MEASURES = ("scripts/evidence/bem_commands.py", "probemon/bem/course.py", "probemon/bem/lessons.py")
+MEASURES = ("scripts/evidence/bem_commands.py", "probemon/adapters/bem/course.py", "probemon/adapters/bem/lessons.py")
 COMMANDS = (
     "probemon bem train demo answers.jsonl --out adapter --layers 24-29 --budget 0.1% --epochs 4",
     "probemon bem eval demo adapter others.jsonl",

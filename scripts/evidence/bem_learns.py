@@ -35,16 +35,16 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from probemon.bem import Bem, BemConfig, attach_bem
-from probemon.bem.distil import distil, distil_trained
-from probemon.bem.imitation import imitate, imitation_error
-from probemon.bem.losses import Batch, LossWeights
-from probemon.bem.policy import Categorical, Gaussian, improve, regret
-from probemon.bem.training import TrainSettings, evaluate, fit, train
-from probemon.core.files import write_text_atomically
+from probemon.adapters.bem import Bem, BemConfig, attach_bem
+from probemon.adapters.bem.distil import distil, distil_trained
+from probemon.adapters.bem.imitation import imitate, imitation_error
+from probemon.adapters.bem.losses import Batch, LossWeights
+from probemon.adapters.bem.policy import Categorical, Gaussian, improve, regret
+from probemon.adapters.bem.training import TrainSettings, evaluate, fit, train
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/bem_learns.py", "probemon/bem")
+MEASURES = ("scripts/evidence/bem_learns.py", "probemon/adapters/bem")
 
 ROOT = Path(__file__).resolve().parents[2]
 N_CONTENT, N_PREFIX, N_STEPS_OF_TEXT, NOISE = 16, 8, 24, 0.1

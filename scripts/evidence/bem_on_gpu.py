@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/bem")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/adapters/bem")]
 import test_bem_quantised_hosts as hosts  # noqa: E402
 
-from probemon.bem import attach_bem  # noqa: E402
-from probemon.bem.training import TrainSettings, train  # noqa: E402
+from probemon.adapters.bem import attach_bem  # noqa: E402
+from probemon.adapters.bem.training import TrainSettings, train  # noqa: E402
 
 
 def sparse(host):

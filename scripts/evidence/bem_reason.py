@@ -32,15 +32,15 @@ import torch
 
 from domain_arms import N_STEPS, Results, config_of
 from domains import DOMAINS, FIRST, HEADERS, N_HEADER, N_TEST, N_TRAIN, ROWS, Domains
-from probemon.bem import attach_bem
-from probemon.bem.evaluation.statistics import compare
+from probemon.adapters.bem import attach_bem
+from probemon.adapters.bem.evaluation.statistics import compare
 from probemon.bundled import bundled_path, load_bundled
-from probemon.core.cache_folders import cache_dir
-from probemon.core.files import write_text_atomically
+from probemon.util.cache_folders import cache_dir
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/evidence/bem_reason.py", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
-MEASURES += ("probemon/bem",)
+MEASURES += ("probemon/adapters/bem",)
 ROUTED, OTHERS = "low_rank", ("base", "lora", "lora everywhere", "x-lora")
 PICTURED = "low_rank, token codes"
 CELL, ROW_HEIGHT, LEFT = 42, 7, 86

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from bem_learns import N_PREFIX, Bandit, interval, two_domains
-from probemon.bem.grpo import BASELINES, GroupSettings, improve_by_rollouts
-from probemon.bem.losses import Batch
-from probemon.bem.policy import Categorical, Gaussian, regret
-from probemon.bem.rollouts import Rollout, RolloutSettings, roll_out
-from probemon.bem.training import TrainSettings
-from probemon.core.files import write_text_atomically
+from probemon.adapters.bem.grpo import BASELINES, GroupSettings, improve_by_rollouts
+from probemon.adapters.bem.losses import Batch
+from probemon.adapters.bem.policy import Categorical, Gaussian, regret
+from probemon.adapters.bem.rollouts import Rollout, RolloutSettings, roll_out
+from probemon.adapters.bem.training import TrainSettings
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/bem_rollouts.py", "scripts/evidence/bem_learns.py", "probemon/bem")
+MEASURES = ("scripts/evidence/bem_rollouts.py", "scripts/evidence/bem_learns.py", "probemon/adapters/bem")
 ROOT = Path(__file__).resolve().parents[2]
 N_ROLLOUTS, N_NEW, N_WANTED = 8, 7, 8  # of 7 new tokens none begins a chunk, so an answer has one decision
 

@@ -28,15 +28,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from bem_learns import VOCAB, make_host
-from probemon.bem import Bem, BemConfig, attach_bem
-from probemon.bem.config import LEVELS
-from probemon.bem.levels import expected_operations, level_operations
-from probemon.bem.speculation import speculating
-from probemon.bem.training import TrainSettings, fit
-from probemon.core.files import write_text_atomically
+from probemon.adapters.bem import Bem, BemConfig, attach_bem
+from probemon.adapters.bem.config import LEVELS
+from probemon.adapters.bem.levels import expected_operations, level_operations
+from probemon.adapters.bem.speculation import speculating
+from probemon.adapters.bem.training import TrainSettings, fit
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/bem_schedules.py", "scripts/evidence/bem_learns.py", "probemon/bem")
+MEASURES = ("scripts/evidence/bem_schedules.py", "scripts/evidence/bem_learns.py", "probemon/adapters/bem")
 ROOT = Path(__file__).resolve().parents[2]
 PRICES = (0.0, 1e-3, 1e-1)
 CONFIG = BemConfig(rank=4, width=8, chunk_tokens=4, prefix_tokens=8, level="learned", spectral_cap=None)

@@ -36,13 +36,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from probemon.bem import Bem, BemConfig, attach_bem
+from probemon.adapters.bem import Bem, BemConfig, attach_bem
+from probemon.adapters.routing.monitor import RoutingMonitor
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
-from probemon.telemetry.monitor import RoutingMonitor
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/benchmark_bem.py", "probemon/bem", "probemon/telemetry")
+MEASURES = ("scripts/evidence/benchmark_bem.py", "probemon/adapters/bem", "probemon/adapters/routing")
 
 # Rows, tokens, and how often: short ones are noisy.
 GRID, QUICK = ((1, 128, 21), (4, 256, 9), (8, 512, 5), (2, 2048, 5)), ((1, 128, 9), (2, 256, 5))

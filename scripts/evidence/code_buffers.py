@@ -27,12 +27,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from benchmark_bem import GRID, SITES, weighted
-from probemon.bem import BemConfig, attach_bem
+from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/code_buffers.py", "probemon/bem")
+MEASURES = ("scripts/evidence/code_buffers.py", "probemon/adapters/bem")
 
 ROUNDS = 31
 

@@ -40,12 +40,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from bench.timing import ratio
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
 from probemon.host.model import find_layers
-from probemon.offline.analyze import analyze
-from probemon.offline.corpus import CorpusScorer
-from probemon.offline.documents import read_documents
-from probemon.offline.windows import Reading, shards
+from probemon.lab.corpora.analyze import analyze
+from probemon.lab.corpora.corpus import CorpusScorer
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.windows import Reading, shards
+from probemon.util.files import write_text_atomically
 from provenance import about, commit, machine
 from real_text import bbc
 
@@ -114,7 +114,7 @@ def times(
             else:
                 # "whole_host": run to its last layer, as one is that cannot be left half-way.
                 left = (
-                    patch("probemon.offline.state_reader.may_be_left", return_value=False)
+                    patch("probemon.lab.corpora.state_reader.may_be_left", return_value=False)
                     if way == "whole_host"
                     else nullcontext()
                 )

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from domains import DOMAINS, N_HEADER, Domains
 from perf_study.kept import code_mark, kept
-from probemon.bem import Bem, BemConfig, attach_bem
-from probemon.bem.evaluation.budget import solve
-from probemon.bem.losses import Batch, hooked_codes, recorded_codes
-from probemon.bem.training import TrainSettings, evaluate, fit
+from probemon.adapters.bem import Bem, BemConfig, attach_bem
+from probemon.adapters.bem.evaluation.budget import solve
+from probemon.adapters.bem.losses import Batch, hooked_codes, recorded_codes
+from probemon.adapters.bem.training import TrainSettings, evaluate, fit
 
 N_STEPS, RATES = 100, (1e-2, 3e-3, 3e-2)
 LORA_RANK = 19
@@ -197,7 +197,7 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / code_mark(
-            "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py", "probemon/bem"
+            "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py", "probemon/adapters/bem"
         )
 
     def at(self, data: Domains, method: str, seed: int, rate: float) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from transformers import LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from probemon.bundled import load_bundled
-from probemon.core.cache_folders import cache_dir
-from probemon.core.files import write_text_atomically
+from probemon.util.cache_folders import cache_dir
+from probemon.util.files import write_text_atomically
 from wordnet_pack.wordnet import WordNet, find_wordnet
 
 DOMAINS = ("definition", "kinds", "above")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from probemon.core.drift_tests import BLOCK, FALSE_ALARMS, IN_REQUESTS, WINDOWS, DriftTests
-from probemon.core.files import write_text_atomically
 from probemon.core.request_counts import N_NORM_BINS, N_SCORE_BINS, RequestCounts
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/evidence/drift_simulation.py", "probemon/core/drift_tests.py", "probemon/core/request_counts.py")

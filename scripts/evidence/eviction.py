@@ -31,8 +31,8 @@ import torch
 from cascade_profile.world import LOAD_THRESHOLD, PASSAGE, make_world, write_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
 from probemon.engine.memory.arena import HALF_LIFE
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/evidence/eviction.py", "probemon/engine/memory", "probes")

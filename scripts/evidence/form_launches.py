@@ -34,14 +34,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from probemon.bem import Bem, BemConfig, attach_bem
-from probemon.bem.config import FORMS
-from probemon.bem.evaluation.budget import solve
-from probemon.bem.update import generated_update
-from probemon.core.files import write_text_atomically
+from probemon.adapters.bem import Bem, BemConfig, attach_bem
+from probemon.adapters.bem.config import FORMS
+from probemon.adapters.bem.evaluation.budget import solve
+from probemon.adapters.bem.update import generated_update
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/form_launches.py", "probemon/bem")
+MEASURES = ("scripts/evidence/form_launches.py", "probemon/adapters/bem")
 ROWS = (1, 512)  # a step of generation, and a prompt
 BUDGET_RANK = 8  # of the low-rank update whose trainable numbers the other forms come near to
 OF_FORM: dict[str, dict[str, Any]] = {

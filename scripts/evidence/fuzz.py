@@ -44,14 +44,14 @@ from fuzzing.case import Room
 from fuzzing.coverage import Edges
 from fuzzing.mutate import write_tree
 from fuzzing.targets import TARGETS
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = (
     "scripts/evidence/fuzz.py",
     "probemon/core",
     "probemon/packs",
-    "probemon/importers",
+    "probemon/lab/importers",
     "probemon/cli/terminal.py",
     "tests/fuzzing",
 )
@@ -245,7 +245,7 @@ def attacked() -> list[Any]:
     )
     known = [sys.modules.get(f"probemon.{name}") for name in names]
     return [module for module in known if module is not None] + [
-        module for name, module in sorted(sys.modules.items()) if name.startswith("probemon.importers.")
+        module for name, module in sorted(sys.modules.items()) if name.startswith("probemon.lab.importers.")
     ]
 
 

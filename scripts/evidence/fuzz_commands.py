@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from fuzzing.command_lines import Case, draw
 from fuzzing.command_runs import TABLE, Runs, judge, kind_of
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/evidence/fuzz_commands.py", "probemon/cli", "tests/fuzzing")

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from probemon.core.files import write_text_atomically
-from probemon.importers.hatcat import import_pack
+from probemon.lab.importers.hatcat import import_pack
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/import_speed.py", "probemon/importers", "probemon/packs")
+MEASURES = ("scripts/evidence/import_speed.py", "probemon/lab/importers", "probemon/packs")
 
 LEVELS = (5, 23, 241, 1283, 2603, 2687, 1158)  # 8,000
 WIDTHS = (128, 64)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from probemon import ProbePack
-from probemon.core.files import write_text_atomically
 from probemon.packs.quantize import quantize
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/evidence/int8_error.py", "probemon/packs/quantize.py", "probemon/core/reference.py", "probes")

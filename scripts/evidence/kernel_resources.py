@@ -39,11 +39,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from probemon.bem.config import BemConfig
-from probemon.bem.controller import Controller, named_weights
-from probemon.bem.kernels.controller import StepSettings, controller_step
-from probemon.bem.kernels.update import generated_update
-from probemon.core.files import write_text_atomically
+from probemon.adapters.bem.config import BemConfig
+from probemon.adapters.bem.controller import Controller, named_weights
+from probemon.adapters.bem.kernels.controller import StepSettings, controller_step
+from probemon.adapters.bem.kernels.update import generated_update
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import input_dtype
@@ -52,12 +51,13 @@ from probemon.engine.kernels import triton_cascade, triton_pairs
 from probemon.engine.kernels.triton_cascade import DeviceCascade
 from probemon.engine.kernels.triton_pairs import GROUP, normalise_triton, score_triton
 from probemon.engine.kernels.triton_softmax import softmax_triton
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = (
     "scripts/evidence/kernel_resources.py", "probemon/engine/kernels/triton_pairs.py",
     "probemon/engine/kernels/triton_matrix.py", "probemon/engine/kernels/triton_cascade.py",
-    "probemon/engine/kernels/triton_softmax.py", "probemon/bem/kernels",
+    "probemon/engine/kernels/triton_softmax.py", "probemon/adapters/bem/kernels",
 )  # fmt: skip
 HIDDEN = (576, 2560, 4096)
 DTYPES = (torch.bfloat16, torch.float32)

@@ -17,7 +17,7 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.cli.live_view import LiveView
 from probemon.cli.options import PROMPT
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 
 
 def main() -> None:

@@ -30,20 +30,20 @@ from tqdm import tqdm
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import MODEL_ID, load_bundled
 from probemon.core.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
-from probemon.core.files import write_text_atomically
 from probemon.core.intervals import clopper_pearson
 from probemon.host.fingerprint import fingerprint
-from probemon.offline.calibrate import calibrate_alerts
-from probemon.offline.documents import read_documents
-from probemon.offline.state_reader import StateReader
-from probemon.offline.windows import Reading, shards
+from probemon.lab.calibration.calibrate import calibrate_alerts
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.state_reader import StateReader
+from probemon.lab.corpora.windows import Reading, shards
+from probemon.util.files import write_text_atomically
 from provenance import about
 from real_text import Text, mails
 
 MEASURES = (
     "scripts/evidence/mail_case.py",
     "probemon/core/aggregate.py",
-    "probemon/offline/calibrate.py",
+    "probemon/lab/calibration/calibrate.py",
     "probemon/core/intervals.py",
 )
 

@@ -26,17 +26,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from probemon.core.files import write_text_atomically
-from probemon.models.ltm import LtmConfig, LtmForCausalLM
+from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
+from probemon.adapters.routing import RoutingMonitor
+from probemon.adapters.routing.captures import timed
+from probemon.adapters.routing.recurrent import StateMonitor
 from probemon.monitor.overhead import added_pct
-from probemon.telemetry import RoutingMonitor
-from probemon.telemetry.captures import timed
-from probemon.telemetry.recurrent import StateMonitor
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 FILE = Path(__file__).parents[2] / "docs/benchmarks/memory_overhead.json"
 MEASURES = (
-    "scripts/evidence/memory_overhead.py", "probemon/telemetry", "probemon/tracking", "probemon/models/ltm",
+    "scripts/evidence/memory_overhead.py", "probemon/adapters/routing", "probemon/tracking", "probemon/adapters/ltm",
     "probemon/host/recurrent",
 )  # fmt: skip
 BAR = 5.0

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about, commit
 
 MEASURES = ("scripts/evidence/mutate_alignment.py", "probemon/tracking", "probemon/host")
@@ -45,7 +45,7 @@ TESTS = [
     "tests/engine/test_extreme.py",
     "tests/tracking/test_silence.py",
     "tests/tracking/test_one_thread.py",
-    "tests/offline/test_corpus_hosts.py",
+    "tests/lab/corpora/test_corpus_hosts.py",
 ]
 # Which of them is asked first about a file: it most likely notices, and the others need not run.
 FIRST = {
@@ -61,7 +61,7 @@ FIRST = {
     "host/tap.py": "silence",
     "host/compiled.py": "attach",
     "tracking/generation.py": "actions",
-    "offline/state_reader.py": "states",
+    "lab/corpora/state_reader.py": "states",
     "tracking/hand_loop.py": "by_hand",
     "host/fingerprint.py": "corpus_hosts",
     "tracking/watched_threads.py": "one_thread",
@@ -447,7 +447,7 @@ MUTATIONS = [
     ),
     ("host/twin.py", "        _fill_zeros(model)\n", "", "zeros hide what padding does"),
     (
-        "offline/state_reader.py",
+        "lab/corpora/state_reader.py",
         "        abilities.check_again(self.window.n_tokens)\n",
         "",
         "corpora are read by a host that depends on what it read before",
@@ -526,7 +526,7 @@ MUTATIONS = [
         "a forward that raised stays open",
     ),
     (
-        "offline/state_reader.py",
+        "lab/corpora/state_reader.py",
         "            check_states(site, hidden, own.shape, self.widths[site])\n",
         "",
         "a corpus is scored whatever its layers give",
@@ -717,13 +717,13 @@ MUTATIONS = [
         "a run that watched nothing looks calm",
     ),
     (
-        "offline/state_reader.py",
+        "lab/corpora/state_reader.py",
         "self._runs = model if wrapped else find_layers(host)[0]",
         "self._runs = find_layers(host)[0]",
         "a corpus is read without what PEFT's wrapper sets up",
     ),
     (
-        "offline/state_reader.py",
+        "lab/corpora/state_reader.py",
         (
             "        grouped = batches(\n            pieces, max_tokens=self.reading.batch_tokens,"
             " max_rows=self.reading.batch_rows, padded=self._padded\n        )"
@@ -735,13 +735,13 @@ MUTATIONS = [
         "padding gets into the documents of a corpus",
     ),
     (
-        "offline/state_reader.py",
+        "lab/corpora/state_reader.py",
         "class _OwnForward(threading.local):",
         "class _OwnForward:",
         "a corpus is scored by the forwards of other threads",
     ),
     (
-        "offline/state_reader.py",
+        "lab/corpora/state_reader.py",
         "after=self._looks_ahead",
         "after=False",
         "what a host looks ahead at is left out of a corpus",

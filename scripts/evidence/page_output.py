@@ -143,7 +143,7 @@ def main_of_pages() -> int:
     import torch
 
     from probemon import bundled
-    from probemon.core.files import write_text_atomically
+    from probemon.util.files import write_text_atomically
 
     bundled.load_bundled = functools.cache(bundled.load_bundled)
     here = {"arithmetic": arithmetic(), "cpu": machine()["cpu"]}

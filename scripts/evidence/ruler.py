@@ -25,10 +25,10 @@ import torch
 
 from probemon import DynamicProbeManager
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
 from probemon.monitor.lockstep import Side, shared_copy
 from probemon.monitor.overhead import WIDTH_PCT, compared
 from probemon.monitor.run import MonitorRun
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 ROOT = Path(__file__).resolve().parents[2]

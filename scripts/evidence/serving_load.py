@@ -28,10 +28,10 @@ from typing import Any
 
 import psutil
 
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/serving_load.py", "probemon/serving", "probemon/monitor", "probemon/tracking")
+MEASURES = ("scripts/evidence/serving_load.py", "probemon/ops/server", "probemon/monitor", "probemon/tracking")
 PROMPT = "Tell me about whales and the ships that hunted them."
 BARS = {"first_event_seconds": 0.02, "added_share": 0.02, "slowdown_share": 0.03, "growth_bytes": 20 << 20}
 PAGES, DEAF = 45, 5
@@ -44,11 +44,11 @@ def serve() -> None:
 
     from probemon import DynamicProbeManager, ProbePack
     from probemon.bundled import load_bundled
-    from probemon.serving.answering import Answering
-    from probemon.serving.app import make_app
-    from probemon.serving.limits import Limits
-    from probemon.serving.served import Served
-    from probemon.serving.server import all_names, make_server, open_socket
+    from probemon.ops.server.answering import Answering
+    from probemon.ops.server.app import make_app
+    from probemon.ops.server.limits import Limits
+    from probemon.ops.server.served import Served
+    from probemon.ops.server.server import all_names, make_server, open_socket
 
     torch.set_num_threads(1)
     model, tokenizer = load_bundled(torch.bfloat16)

@@ -27,11 +27,11 @@ from typing import Any
 
 import psutil
 
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about
 from serving_load import subscribe
 
-MEASURES = ("scripts/evidence/serving_soak.py", "probemon/serving", "probemon/monitor", "probemon/tracking")
+MEASURES = ("scripts/evidence/serving_soak.py", "probemon/ops/server", "probemon/monitor", "probemon/tracking")
 N_CLIENTS, N_PAGES, N_DEAF = 16, 50, 5
 MOST_GROWTH_BYTES = 20 << 20
 SHARE_LEAVING = 0.05

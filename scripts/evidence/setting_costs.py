@@ -24,11 +24,11 @@ import torch
 from cascade_profile.world import PASSAGE
 from probemon import ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.files import write_text_atomically
 from probemon.engine.setting_trials import try_settings
-from probemon.offline.documents import read_documents
-from probemon.offline.state_reader import StateReader
-from probemon.offline.windows import Reading, shards
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.state_reader import StateReader
+from probemon.lab.corpora.windows import Reading, shards
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = ("scripts/evidence/setting_costs.py", "probemon/engine")

@@ -25,10 +25,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 
 from probemon.core.familiarity import Familiar  # noqa: E402
-from probemon.core.files import write_text_atomically  # noqa: E402
+from probemon.lab.training.metrics import exact_cascade, path_scores  # noqa: E402
+from probemon.lab.training.path_loss import Weights, logits_of  # noqa: E402
 from probemon.packs.pack import ProbePack  # noqa: E402
-from probemon.training.metrics import exact_cascade, path_scores  # noqa: E402
-from probemon.training.path_loss import Weights, logits_of  # noqa: E402
+from probemon.util.files import write_text_atomically  # noqa: E402
 from provenance import about  # noqa: E402
 from wordnet_pack.build import LINEAR, N_FAMILIAR, Bank  # noqa: E402
 from wordnet_pack.concepts import Concept, ancestors, parents_of  # noqa: E402

@@ -24,9 +24,9 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.files import write_text_atomically
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.sinks import JsonLinesSink
+from probemon.util.files import write_text_atomically
 from provenance import about
 
 MEASURES = (

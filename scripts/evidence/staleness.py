@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = ("probemon", "scripts", "tests")
 ALL = "*"  # every definition of a module or folder counts
 ONLY_ON_A_GPU = (
-    "probemon/bem/kernels",
+    "probemon/adapters/bem/kernels",
     "probemon/engine/device_steps.py",
     "probemon/engine/kernels/triton_cascade.py",
     "probemon/engine/kernels/triton_matrix.py",

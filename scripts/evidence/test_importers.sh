@@ -15,4 +15,4 @@ if [ "$(cat $venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   echo "$stamp" > $venv/.probemon-stamp
 fi
 # Those packages warn, of each other for the most part; ours are held to account in the other tests.
-OMP_NUM_THREADS=1 $venv/bin/python -m pytest -W ignore tests/importers_real/real_*.py "$@"
+OMP_NUM_THREADS=1 $venv/bin/python -m pytest -W ignore tests/lab/importers_real/real_*.py "$@"

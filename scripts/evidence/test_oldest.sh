@@ -19,5 +19,5 @@ if [ "$(cat $venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   pip install -q -c $venv/constraints.txt --no-deps --upgrade --target $venv/torchao torchao  # apart, as in env.sh
   echo "$stamp" > $venv/.probemon-stamp
 fi
-tests=(tests/{tracking,host,monitor} tests/engine/test_hidden.py tests/test_{sinks,copies}.py tests/telemetry/test_routing{,_adapters}.py)
+tests=(tests/{tracking,host,monitor} tests/engine/test_hidden.py tests/test_{sinks,copies}.py tests/adapters/routing/test_routing{,_adapters}.py)
 OMP_NUM_THREADS=1 $venv/bin/python -m pytest "${tests[@]}" "$@"

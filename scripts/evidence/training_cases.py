@@ -30,12 +30,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about
 from real_text import bbc, mails
 
 LAYERS = ("--layers", "12,18")  # of the thousand
-MEASURES = ("scripts/evidence/training_cases.py", "probemon/training", "probemon/offline/state_reader.py")
+MEASURES = ("scripts/evidence/training_cases.py", "probemon/lab/training", "probemon/lab/corpora/state_reader.py")
 BARS = {
     "mails_minutes": 15,
     "mails_again_minutes": 1,

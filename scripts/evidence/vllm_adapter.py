@@ -10,7 +10,7 @@ import json
 
 from staleness import ROOT, definitions
 
-FOLDER = "probemon/serving/vllm"
+FOLDER = "probemon/ops/vllm"
 # What a worker does, what it says, and what a client makes of it; what serves that over HTTP is in tests of its own.
 MODULES = tuple(
     f"{FOLDER}/{name}.py"

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from provenance import about
 from staleness import ROOT
 from vllm_adapter import MODULES, adapter_sha256

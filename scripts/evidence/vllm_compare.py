@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from probemon.serving.vllm.rows import CACHED
+from probemon.ops.vllm.rows import CACHED
 from probemon.tracking.recording import LAST
 
 CLOSE = 1e-3  # of a score to a threshold, where another engine's last bits may decide

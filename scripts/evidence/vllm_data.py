@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from probemon.core.files import sha256, write_text_atomically
+from probemon.util.files import sha256, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (3, 17, 40, 64, 65, 130, 257, 301, 450, 608)  # ten at once, of which the last is ten chunks
@@ -26,7 +26,7 @@ SHORTER = (3, 17, 40, 64, 65, 70, 90, 130)
 
 def prompts(tokenizer: Any, lengths: tuple[int, ...]) -> list[list[int]]:
     """Return prompts of these lengths, each from another place of a text."""
-    text = (ROOT / "probemon/training/background.txt").read_text(encoding="utf-8")
+    text = (ROOT / "probemon/lab/training/background.txt").read_text(encoding="utf-8")
     ids = tokenizer(text)["input_ids"]
     ids = ids * (1 + max(lengths) * 2 // len(ids))
     return [ids[31 * i : 31 * i + length] for i, length in enumerate(lengths)]
@@ -78,7 +78,7 @@ def random_host(folder: Path, whole: Path, *, hidden_size: int, heads: int) -> P
 
 def random_pack(folder: Path, hidden: int, n: int, site: str) -> Path:
     """Write a pack of random linear probes without a hierarchy, once; return the folder."""
-    from probemon.importers.generic import import_weights
+    from probemon.lab.importers.generic import import_weights
 
     if not (folder / "manifest.json").is_file():
         random = np.random.default_rng(0)

@@ -31,9 +31,9 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from probemon import DynamicProbeManager
 from probemon.bundled import bundled_path
-from probemon.core.files import write_text_atomically
 from probemon.errors import AlignmentError, Blind, ProbemonError
-from probemon.serving.vllm.client import VllmClient
+from probemon.ops.vllm.client import VllmClient
+from probemon.util.files import write_text_atomically
 from vllm_compare import against_transformers, attribution, kept_states, spoken
 from vllm_data import LENGTHS, ROOT, SHORTER, cut_host, deployment, prompts, random_host, random_pack
 

@@ -26,10 +26,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from probemon.bundled import bundled_path
 from probemon.errors import AlignmentError
-from probemon.serving.vllm.client import ABORT, VllmClient
-from probemon.serving.vllm.held_answers import hold
-from probemon.serving.vllm.remote import RemoteScores
-from probemon.serving.vllm.rows import CACHED
+from probemon.ops.vllm.client import ABORT, VllmClient
+from probemon.ops.vllm.held_answers import hold
+from probemon.ops.vllm.remote import RemoteScores
+from probemon.ops.vllm.rows import CACHED
 from probemon.tracking.recording import LAST
 from vllm_data import ROOT, cut_host, deployment, random_pack
 

@@ -3,7 +3,7 @@
 .venv-vllm/bin/python scripts/evidence/vllm_steps.py MODEL PACK OUT.json [--speculate] [--blocks N] [--prefixes]
 
 MODEL is a folder, cut to a few layers for speed; PACK reads its layers. Few blocks make the engine preempt requests.
-The tests read the recording (tests/serving/vllm/recorded/); nothing of a model or of a text is in it but token ids.
+The tests read the recording (tests/ops/vllm/recorded/); nothing of a model or of a text is in it but token ids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     import vllm_parts
-    from probemon.serving.vllm.client import VllmClient
+    from probemon.ops.vllm.client import VllmClient
 
     more: dict[str, Any] = {"num_gpu_blocks_override": arguments.blocks} if arguments.blocks else {}
     if arguments.speculate:

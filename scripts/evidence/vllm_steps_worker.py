@@ -6,8 +6,8 @@ import json
 import os
 from typing import Any
 
-from probemon.serving.vllm.rows import StepRows
-from probemon.serving.vllm.worker import ProbeWorker
+from probemon.ops.vllm.rows import StepRows
+from probemon.ops.vllm.worker import ProbeWorker
 
 SLACK = 4  # stale entries of the buffers after the rows of a step
 

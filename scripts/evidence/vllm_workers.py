@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from probemon.serving.vllm.worker import ProbeWorker
+from probemon.ops.vllm.worker import ProbeWorker
 
 
 class KeepingWorker(ProbeWorker):

@@ -1,6 +1,6 @@
 """What took long is kept: a file for each call, written when it is done, so that a study that was stopped goes on.
 
-    found = kept(folder / code_mark("probemon/bem"), "lora-seed-0", learn)
+    found = kept(folder / code_mark("probemon/adapters/bem"), "lora-seed-0", learn)
 
 The mark parts what other code learned from what this one would.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from probemon.core.files import write_text_atomically
+from probemon.util.files import write_text_atomically
 from staleness import ROOT, definitions
 
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from probemon import DynamicProbeManager, ProbePack
+from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
+from probemon.adapters.routing import RoutingSettings
+from probemon.adapters.routing.recurrent.recorder import StateRecorder
 from probemon.host.model import find_layers
-from probemon.models.ltm import LtmConfig, LtmForCausalLM
-from probemon.telemetry import RoutingSettings
-from probemon.telemetry.recurrent.recorder import StateRecorder
 
 VOCABULARY, HIDDEN, N_PROBES, PAD = 61, 16, 12, 0
 SSM = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_ssm": 32}

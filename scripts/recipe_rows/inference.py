@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
+from probemon.adapters.ltm import memory_of
 from probemon.errors import NotSupportedDecoding
 from probemon.host.recurrent.scan import scan_chunked, scan_loop, scan_parallel
-from probemon.models.ltm import memory_of
 from recipe_rows.hosts import (
     GREEDY,
     IDS,

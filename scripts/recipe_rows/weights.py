@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from probemon.models.ltm import memory_of, recall_host
+from probemon.adapters.ltm import memory_of, recall_host
 from recipe_rows.hosts import GREEDY, IDS, MASK, PADDED, PADDING, Watch, largest, make
 from recipe_rows.rows import Found, recipe
 

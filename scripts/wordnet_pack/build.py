@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from probemon.core.cache_folders import cache_dir
 from probemon.core.familiarity import Familiar
-from probemon.core.files import write_text_atomically
-from probemon.training.metrics import auroc, path_scores, thresholds_at
-from probemon.training.path_loss import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
-from probemon.training.standard import Standard, as_fp32, fold
+from probemon.lab.training.metrics import auroc, path_scores, thresholds_at
+from probemon.lab.training.path_loss import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
+from probemon.lab.training.standard import Standard, as_fp32, fold
+from probemon.util.cache_folders import cache_dir
+from probemon.util.files import write_text_atomically
 
 from .alerts import ENOUGH, Fires, precision_thresholds, precisions
 from .card import card

@@ -73,8 +73,8 @@ def rmsnorm(hidden: torch.Tensor) -> torch.Tensor:
 def prepare(source: Source) -> Dataset:
     """Find WordNet, load the host model, let it write some text, collect the points and read their states."""
     from probemon.bundled import MODEL_ID, REVISION, load_bundled
-    from probemon.core.cache_folders import cache_dir
     from probemon.host.fingerprint import fingerprint
+    from probemon.util.cache_folders import cache_dir
 
     folder = find_wordnet(source.wordnet)
     cache = cache_dir() / "wordnet-pack"

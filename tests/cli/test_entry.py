@@ -20,10 +20,10 @@ from arrangements import tokenizer
 from conftest import make_model, make_pack
 from probemon.cli import app as cli
 from probemon.cli import shell_words
-from probemon.core.files import save_tensors, write_text_atomically
-from probemon.core.first_sentence import first_sentence
 from probemon.errors import ConfigError
 from probemon.host.loading import load_model
+from probemon.util.files import save_tensors, write_text_atomically
+from probemon.util.first_sentence import first_sentence
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = typer.main.get_command(cli.app)
@@ -258,7 +258,7 @@ def test_what_was_meant_is_said_in_words_of_the_shell(monkeypatch, capsys, tmp_p
         "".join(f'{{"text": "Text {i}.", "labels": {["a"] * (i == 1)}}}\n' for i in range(9)).replace("'", '"')
     )
     if line.startswith("train"):
-        monkeypatch.setattr("probemon.cli.train.load_aloud", lambda *_, **__: (make_model(), tokenizer()))
+        monkeypatch.setattr("probemon.lab.cli.train.load_aloud", lambda *_, **__: (make_model(), tokenizer()))
     code, out, error = run(monkeypatch, capsys, *line.split())
     assert (code, out, error.count("\n")) == (2, "", 1) and error.endswith(f"{end}\n")
 

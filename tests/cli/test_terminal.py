@@ -28,13 +28,13 @@ import hatcat_packs
 import probemon
 from conftest import EOS, HIDDEN, make_model, make_pack
 from probemon import ProbePack
+from probemon.adapters.cli.routing_view import LiveRouting
 from probemon.cli import app as cli
 from probemon.cli.live_view import LiveView
-from probemon.cli.routing_view import LiveRouting
 from probemon.cli.terminal import Bordered, answer, border, harmless, say, terminal
-from probemon.core.files import sha256
-from probemon.offline.calibrated_pack import write_calibrated
-from probemon.offline.expansion import Expansion
+from probemon.lab.calibration.calibrated_pack import write_calibrated
+from probemon.lab.calibration.expansion import Expansion
+from probemon.util.files import sha256
 
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 ESCAPES = "\x1b]0;pwned\x07\x1b[2J\x9b31m\r\b\x7f"

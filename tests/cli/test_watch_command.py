@@ -23,6 +23,7 @@ from rich.console import Console
 from arrangements import tokenizer
 from conftest import make_model, make_pack
 from probemon import DynamicProbeManager, ProbePack, Result
+from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
 from probemon.cli import watch as command
@@ -31,7 +32,6 @@ from probemon.cli.live_view import LiveView
 from probemon.cli.watch_answer import Watched, _why_unseen, apart
 from probemon.cli.watch_rules import Watching, score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
-from probemon.models.ltm import LtmConfig, LtmForCausalLM
 from probemon.monitor import overhead as measuring
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import describe, leading

@@ -13,34 +13,34 @@ import torch
 from conftest import HIDDEN
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager, ProbePack
-from probemon.bem.config import BemConfig
-from probemon.bem.fallback import FallbackPolicy
-from probemon.bem.losses import LossWeights
-from probemon.bem.memory import with_batch_backoff
-from probemon.bem.policy import Categorical, Gaussian
-from probemon.bem.training import TrainSettings
+from probemon.adapters.bem.config import BemConfig
+from probemon.adapters.bem.fallback import FallbackPolicy
+from probemon.adapters.bem.losses import LossWeights
+from probemon.adapters.bem.memory import with_batch_backoff
+from probemon.adapters.bem.policy import Categorical, Gaussian
+from probemon.adapters.bem.training import TrainSettings
+from probemon.adapters.routing.alerts import Rule
+from probemon.adapters.routing.records import RoutingParquet
+from probemon.adapters.routing.settings import RoutingSettings
 from probemon.core.aggregate import Attention, Ema, RollingMax, RollingMean
-from probemon.core.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
 from probemon.core.intervals import clopper_pearson, lower_bound, mean_interval, upper_bound
 from probemon.core.probes import InputSpec
 from probemon.engine.memory.arena import PagedArena
 from probemon.engine.memory.store import ProbeStore
 from probemon.errors import ConfigError, PackError, ProbemonError
+from probemon.lab.calibration.calibrate import check_targets
+from probemon.lab.calibration.expansion import documents_needed, split
+from probemon.lab.corpora.analyze import Tables, analyze
+from probemon.lab.corpora.compare import compare
+from probemon.lab.corpora.documents import read_documents
+from probemon.lab.corpora.report import write_report
+from probemon.lab.corpora.windows import Reading, Window
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.sinks import JsonLinesSink, MemorySink, ParquetSink
 from probemon.monitor.stream import stream
-from probemon.offline.analyze import Tables, analyze
-from probemon.offline.calibrate import check_targets
-from probemon.offline.compare import compare
-from probemon.offline.documents import read_documents
-from probemon.offline.expansion import documents_needed, split
-from probemon.offline.report import write_report
-from probemon.offline.windows import Reading, Window
 from probemon.packs.edit import subset
 from probemon.packs.hierarchies import propose
-from probemon.telemetry.alerts import Rule
-from probemon.telemetry.records import RoutingParquet
-from probemon.telemetry.settings import RoutingSettings
+from probemon.util.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
 
 HUGE = {"10**30": 10**30, "10**400": 10**400, "-10**400": -(10**400), "10**5000": 10**5000}
 NO_NUMBER = {

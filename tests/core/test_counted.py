@@ -2,7 +2,7 @@
 
 import pytest
 
-from probemon.core.counted import counted
+from probemon.util.counted import counted
 
 
 @pytest.mark.parametrize(("n", "text"), [(0, "0 probes"), (1, "1 probe"), (2, "2 probes"), (1204, "1204 probes")])

@@ -6,9 +6,9 @@ import pytest
 
 from probemon import ProbePack
 from probemon.core.concept_names import Names
-from probemon.core.near_names import NearNames
 from probemon.errors import UnknownConcept
 from probemon.packs.group import PackGroup
+from probemon.util.near_names import NearNames
 
 CONCEPTS = [
     {"id": "animal.n.01", "name": "animal", "words": ["puppy", "guide dog"], "definition": "a living being"},

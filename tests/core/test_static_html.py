@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probemon.core.harmless_text import clip, harmless
-from probemon.core.static_html import ALPHAS, HUES, MAX_BYTES, Colours, element, fragment, path_of, table
+from probemon.util.harmless_text import clip, harmless
+from probemon.util.static_html import ALPHAS, HUES, MAX_BYTES, Colours, element, fragment, path_of, table
 from static_page import HOSTILE, read
 
 CHARACTERS = st.characters(codec=None) | st.sampled_from("<>&\"'\x1b\u202e\n/=-!")

@@ -220,7 +220,7 @@ def test_inspect_says_what_is_known_of_the_host_and_no_more(place, monkeypatch, 
 
 
 def test_the_page_states_the_bounds_that_are_kept():
-    from probemon.importers import flat, foreign_files, weights
+    from probemon.lab.importers import flat, foreign_files, weights
 
     bounds = [
         line

@@ -14,7 +14,7 @@ import figures
 import kernel_figures
 import vllm_figures
 from mutate_alignment import MUTATIONS
-from probemon.bem.config import FORMS
+from probemon.adapters.bem.config import FORMS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ def test_files_and_names_of_a_recipe_exist(recipe):
     paths = [part for part in code if "/" in part or "." in part]
     files = []
     for path in paths:
-        near = [folder / path for folder in (ROOT, ROOT / "probemon", ROOT / "probemon/importers", ROOT / "tests")]
+        near = [folder / path for folder in (ROOT, ROOT / "probemon", ROOT / "probemon/lab/importers", ROOT / "tests")]
         found = [one for one in near if one.exists()]
         assert found or "NEW" in path, path
         files += [file for one in found for file in ([one] if one.is_file() else one.rglob("*.py"))]

@@ -11,8 +11,8 @@ from probemon import DynamicProbeManager
 from probemon.core.intervals import mean_interval
 from probemon.engine.audit import Audit, sample
 from probemon.errors import ConfigError
-from probemon.offline.corpus import score_documents
-from probemon.offline.documents import read_documents
+from probemon.lab.corpora.corpus import score_documents
+from probemon.lab.corpora.documents import read_documents
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from probemon.core.reference import score_reference
 from probemon.engine.kernels import score_probes
 from probemon.engine.kernels.cpu import score_cpu
 from probemon.errors import ConfigError, NotSupportedHost
-from probemon.offline.corpus import CorpusScorer, score_documents
-from probemon.offline.documents import Document
-from probemon.offline.windows import Reading, shards
+from probemon.lab.corpora.corpus import CorpusScorer, score_documents
+from probemon.lab.corpora.documents import Document
+from probemon.lab.corpora.windows import Reading, shards
 
 IMPLS = ("reference", "cpu", "numba", "triton")
 STATES = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0))

@@ -22,9 +22,9 @@ from probemon.engine import pairs as scoring
 from probemon.engine.choice import Trial
 from probemon.engine.memory.arena import PagedArena
 from probemon.errors import ArenaFull, ConfigError, HostMismatch, UnknownConcept, UnknownSetting
-from probemon.offline.analysis_folder import Analysis
-from probemon.offline.analyze import analyze
-from probemon.offline.windows import Reading, Window
+from probemon.lab.corpora.analysis_folder import Analysis
+from probemon.lab.corpora.analyze import analyze
+from probemon.lab.corpora.windows import Reading, Window
 from probemon.packs.group import PackGroup
 
 # name: rule, sites, hidden layers, probes. "c" and "d" are of one architecture, as are "a" and "e".

@@ -22,14 +22,14 @@ from fuzzing.independent import Net, Unreadable
 from fuzzing.target import Call, Target, Wrong
 from probemon.cli.packs import read_object
 from probemon.core.reference import exhaustive_reference
-from probemon.importers.generic import import_safetensors
-from probemon.importers.hallucination import import_head
-from probemon.importers.hatcat import import_pack
-from probemon.importers.probekit import import_file
-from probemon.importers.probelab import import_files as import_probelab
-from probemon.importers.saelens import import_sae
-from probemon.importers.steerkit import import_files as import_steerkit
-from probemon.importers.weights import load_plain
+from probemon.lab.importers.generic import import_safetensors
+from probemon.lab.importers.hallucination import import_head
+from probemon.lab.importers.hatcat import import_pack
+from probemon.lab.importers.probekit import import_file
+from probemon.lab.importers.probelab import import_files as import_probelab
+from probemon.lab.importers.saelens import import_sae
+from probemon.lab.importers.steerkit import import_files as import_steerkit
+from probemon.lab.importers.weights import load_plain
 from probemon.packs.concept_lines import read_concepts
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.held_file import read_whole

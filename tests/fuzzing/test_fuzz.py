@@ -26,14 +26,14 @@ from fuzzing.mutate import Link, write_tree
 from fuzzing.targets import TARGETS, Target
 from probemon import DynamicProbeManager, ProbePack, errors
 from probemon.cli.packs import read_object
-from probemon.core.files import sha256
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackCorrupt, PackError
-from probemon.importers.weights import Folder, load_plain
+from probemon.lab.importers.weights import Folder, load_plain
 from probemon.packs.concept_lines import read_concepts
 from probemon.packs.edit import rename
 from probemon.packs.files import MAX_CARD_BYTES
 from probemon.packs.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_manifest
+from probemon.util.files import sha256
 
 RESULT = Path(__file__).parents[2] / "docs" / "benchmarks" / "fuzz.json"
 EXAMPLES = {"manifest": 300, "concepts": 200, "tensors": 300, "pack": 300, "torch": 300, "opened": 30, "used": 20}
@@ -173,7 +173,7 @@ def test_the_fuzzer_notices_an_older_pack_that_was_changed(room, monkeypatch):
 
 
 def test_the_fuzzer_notices_a_score_that_the_file_does_not_say(room, monkeypatch):
-    from probemon.importers import flat
+    from probemon.lab.importers import flat
 
     tree, real = room.seeds("steerkit")[0], flat.stack
     monkeypatch.setattr(

@@ -22,8 +22,8 @@ from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host import abilities
 from probemon.host.model import find_layers, is_encoder_decoder, site_module
 from probemon.host.twin import own_randomness, shrunken, twin
-from probemon.offline.state_reader import StateReader
-from probemon.offline.windows import Reading
+from probemon.lab.corpora.state_reader import StateReader
+from probemon.lab.corpora.windows import Reading
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

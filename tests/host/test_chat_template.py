@@ -9,7 +9,7 @@ from jinja2 import Environment
 
 import probemon
 from corpora import make_tokenizer
-from probemon.bem.lessons import make_lesson
+from probemon.adapters.bem.lessons import make_lesson
 from probemon.cli.common import chat_messages
 from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_template import left_out, render

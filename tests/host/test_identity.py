@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from conftest import make_model, make_pack
-from probemon.bem import BemConfig, attach_bem
+from probemon.adapters.bem import BemConfig, attach_bem
+from probemon.adapters.ltm import LtmConfig, LtmForCausalLM, attach_memory
 from probemon.errors import HostMismatch
 from probemon.host import fingerprint as fingerprints
 from probemon.host.changes import HostMarks
@@ -31,7 +32,6 @@ from probemon.host.compatibility import check_host, host_problems
 from probemon.host.fingerprint import fingerprint
 from probemon.host.identity import changed, host_identity, stated_host
 from probemon.host.model import unwrap
-from probemon.models.ltm import LtmConfig, LtmForCausalLM, attach_memory
 from probemon.packs.group import PackGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

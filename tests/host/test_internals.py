@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from conftest import HIDDEN, LAYERS, OLDEST, PAD, make_model
-from probemon.core.shadow import shadow
 from probemon.host import internals
+from probemon.util.shadow import shadow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])

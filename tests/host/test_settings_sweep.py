@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import architectures
+from probemon.core.state_settings import differing, state_settings
 from probemon.host.changes import HostMarks
 from probemon.host.model import find_layers
 from probemon.host.settings import host_settings
-from probemon.state_settings import differing, state_settings
 
 IDS = torch.tensor([[1, 44, 3, 17, 8, 44, 3, 5, 9, 11, 60, 33, 20, 2, 7, 19]])
 # How a host is loaded and what it returns, and what makes it one of other tensors.

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from probemon.state_settings import differing, state_settings
+from probemon.core.state_settings import differing, state_settings
 
 LLAMA = AutoConfig.for_model("llama").to_dict()
 

@@ -7,7 +7,7 @@ from transformers import ByT5Tokenizer
 from corpora import make_tokenizer
 from probemon.errors import ConfigError
 from probemon.host.text_tokens import counted, ids_of
-from probemon.offline.windows import encode
+from probemon.lab.corpora.windows import encode
 
 
 @pytest.mark.parametrize(

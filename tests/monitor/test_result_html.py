@@ -10,13 +10,13 @@ import torch
 import browser as chromium
 from conftest import PAD, make_pack
 from probemon import DynamicProbeManager, Result
-from probemon.core.harmless_text import harmless
-from probemon.core.static_html import fragment
 from probemon.errors import ConfigError, MissingExtra
 from probemon.monitor.notebook import LiveText, show
 from probemon.monitor.result import without_thresholds
 from probemon.monitor.summary import summarise
 from probemon.tracking.recording import Tokens
+from probemon.util.harmless_text import harmless
+from probemon.util.static_html import fragment
 from static_page import HOSTILE, read
 
 WORDS = ["the", " cat", " sat", ".", "\n", " It", " was", " warm", "!", ' "', "Yes", ".", '"', " And", " so", " on"]

@@ -17,10 +17,10 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, HostMismatch, NotSupportedHost, PackCorrupt, PackError, TrainingError
 from probemon.host.fingerprint import fingerprint
 from probemon.host.recurrent.state_sites import site_width
-from probemon.offline.windows import Reading, Window
+from probemon.lab.corpora.windows import Reading, Window
+from probemon.lab.training.collect import collect
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename
-from probemon.training.collect import collect
 from recurrent_hosts import BATCH, GREEDY, HOSTS, make_host, states_alone
 
 N = 6

@@ -15,7 +15,7 @@ from conftest import PAD
 from probemon import DynamicProbeManager
 from probemon.errors import ConceptRaised, NotSupportedDecoding
 from probemon.monitor.sinks import MemorySink
-from probemon.telemetry.metrics import ProcessMetrics
+from probemon.ops.telemetry.metrics import ProcessMetrics
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 RULED, OTHER = "w1 w5 w9", "w44 w17 w9"

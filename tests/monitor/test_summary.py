@@ -11,9 +11,9 @@ from transformers import DynamicCache
 from conftest import make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
+from probemon.lab.calibration.calibrate import calibrate_alerts
+from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.monitor.summary import _bounds, summarise
-from probemon.offline.calibrate import calibrate_alerts
-from probemon.offline.calibrated_pack import write_calibrated
 
 WORDS = ["the", " cat", " sat", ".", "\n", " It", " was", " warm", "!", ' "', "Yes", ".", '"', " And", " so", " on"]
 

@@ -16,14 +16,14 @@ from probemon.core.baselines import with_counts
 from probemon.core.score_counts import ScoreCounts, log_odds
 from probemon.core.scores import PROMPT as PROMPT_PHASE
 from probemon.errors import CalibrationError, ConfigError, NotSupportedDecoding, PackCorrupt, PackError
+from probemon.lab.calibration.calibrate import calibrate_alerts
+from probemon.lab.calibration.calibrated_pack import write_calibrated
+from probemon.lab.calibration.score_statistics import ScoreStatistics
+from probemon.lab.training.settings import TrainingSettings
 from probemon.monitor.rules import make_rules
-from probemon.offline.calibrate import calibrate_alerts
-from probemon.offline.calibrated_pack import write_calibrated
-from probemon.offline.score_statistics import ScoreStatistics
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.group import PackGroup
 from probemon.packs.quantize import quantize
-from probemon.training.settings import TrainingSettings
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])

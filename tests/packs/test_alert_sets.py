@@ -13,10 +13,10 @@ from conftest import HIDDEN, make_model, make_pack
 from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, PackCorrupt, PackError
+from probemon.lab.calibration.calibrate import calibrate_alerts
+from probemon.lab.calibration.calibrated_pack import write_calibrated
+from probemon.lab.corpora.analyze import _identified as identified
 from probemon.monitor.drift import DriftMonitor
-from probemon.offline.analyze import _identified as identified
-from probemon.offline.calibrate import calibrate_alerts
-from probemon.offline.calibrated_pack import write_calibrated
 from probemon.packs.copies import copy_pack
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset

@@ -800,8 +800,8 @@ def test_a_group_takes_an_id_that_no_probe_has(tmp_path):
 
 
 def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
-    from probemon.offline.calibrate import calibrate_alerts
-    from probemon.offline.calibrated_pack import write_calibrated
+    from probemon.lab.calibration.calibrate import calibrate_alerts
+    from probemon.lab.calibration.calibrated_pack import write_calibrated
 
     made = propose(alike(tmp_path / "alike")).write(tmp_path / "grouped")
     concepts = [i for i, concept in enumerate(made.concepts) if not concept.get("bounding")]

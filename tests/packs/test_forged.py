@@ -12,9 +12,9 @@ import torch
 from conftest import HIDDEN, make_pack
 from forging import forge
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.files import sha256
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbeLoadError
 from probemon.packs import concept_lines, opened
+from probemon.util.files import sha256
 
 
 def cycle(tensors):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from probemon import ProbePack
-from probemon.core.files import sha256
-from probemon.core.near_folders import near_folders
 from probemon.errors import PackCorrupt, PackError
 from probemon.packs.local import DEFAULT, find_folder, hint, shipped_packs
+from probemon.util.files import sha256
+from probemon.util.near_folders import near_folders
 
 PROBES = Path(__file__).parents[2] / "probes"
 

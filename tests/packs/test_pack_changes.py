@@ -29,7 +29,6 @@ from fuzzing.changes import CHANGES, KEPT, PROBES, WHOLE, aged, judge_one, size_
 from fuzzing.target import Wrong
 from pack_changes import MODES, WHEN
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.files import sha256
 from probemon.core.probes import Architecture
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, PackVersionError, ProbemonError
@@ -42,6 +41,7 @@ from probemon.packs.held_file import read_whole
 from probemon.packs.held_tensors import HeldTensors
 from probemon.packs.quantize import quantize
 from probemon.packs.writer import PackWriter
+from probemon.util.files import sha256
 
 SCRIPT = Path(__file__).parents[1] / "support/pack_changes.py"
 

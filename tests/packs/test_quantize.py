@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.app import app
-from probemon.core.files import sha256
 from probemon.engine.kernels import IMPLS
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.packs.quantize import quantize, quantize_weights
+from probemon.util.files import sha256
 
 
 @pytest.fixture(scope="module")

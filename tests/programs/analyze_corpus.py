@@ -9,12 +9,12 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 # ruff: noqa: E402
 
-import probemon.offline.windows
+import probemon.lab.corpora.windows
 from conftest import make_model, make_pack
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 
-probemon.offline.windows.SHARD_DOCUMENTS = 20
+probemon.lab.corpora.windows.SHARD_DOCUMENTS = 20
 model = make_model()
 with tempfile.TemporaryDirectory() as folder:
     pack = make_pack(Path(folder) / "pack", model)

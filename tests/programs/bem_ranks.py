@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
-from probemon.bem import BemConfig, attach_bem
-from probemon.bem.losses import LossWeights
-from probemon.bem.peft_tuner import BemPeftConfig
-from probemon.bem.training import Objective
-from probemon.telemetry import RoutingMonitor
+from probemon.adapters.bem import BemConfig, attach_bem
+from probemon.adapters.bem.losses import LossWeights
+from probemon.adapters.bem.peft_tuner import BemPeftConfig
+from probemon.adapters.bem.training import Objective
+from probemon.adapters.routing import RoutingMonitor
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # of tp_plan, which every supported transformers takes
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from probemon.bem.kernels import update as kernels
+from probemon.adapters.bem.kernels import update as kernels
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 OF_STATES = ("a_ptr", "base_ptr", "out_ptr")

@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from probemon.bem.kernels import controller as bem_controller
-from probemon.bem.kernels import controller_backward as bem_back
-from probemon.bem.kernels import controller_forward as bem_step
+from probemon.adapters.bem.kernels import controller as bem_controller
+from probemon.adapters.bem.kernels import controller_backward as bem_back
+from probemon.adapters.bem.kernels import controller_forward as bem_step
 
 SETTINGS = bem_controller.StepSettings(ema=0.5, max_norm=3.0, prefix_tokens=128, token_limit=512, under=2, over=1)
 OPTIONS = ("num_warps", "enable_fp_fusion")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import host_recipes
+from probemon.adapters.routing.recurrent import recorder
 from probemon.host.recurrent import scan
-from probemon.telemetry.recurrent import recorder
 from recipe_rows import RECIPES, inference, training, weights
 from recipe_rows.rows import Found, Refused, judge, refusal, run
 

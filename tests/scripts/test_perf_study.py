@@ -10,8 +10,8 @@ import bem_reason
 from perf_study import report
 from perf_study.demo import frontiers, verdicts
 from perf_study.kept import code_mark, kept
-from probemon.bem.evaluation.gates import FAILED, NOT_JUDGED, PASSED
-from probemon.bem.evaluation.latency import Timed
+from probemon.adapters.bem.evaluation.gates import FAILED, NOT_JUDGED, PASSED
+from probemon.adapters.bem.evaluation.latency import Timed
 
 METHODS = ("base", "lora", "low_rank", "film", "x-lora")
 NATS = {"base": 4.0, "lora": 3.2, "low_rank": 3.1, "film": 3.3, "x-lora": 3.2}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from probemon.lab.training.metrics import auroc, exact_cascade, expand_above, path_scores, thresholds_at
+from probemon.lab.training.path_loss import Recipe, fit, forward, initial, logits_of, losses, starting_biases
+from probemon.lab.training.path_loss import ancestors_of as ancestor_matrix
+from probemon.lab.training.standard import Standard, fold
 from probemon.packs.pack import ProbePack
-from probemon.training.metrics import auroc, exact_cascade, expand_above, path_scores, thresholds_at
-from probemon.training.path_loss import Recipe, fit, forward, initial, logits_of, losses, starting_biases
-from probemon.training.path_loss import ancestors_of as ancestor_matrix
-from probemon.training.standard import Standard, fold
 from real_text import Text
 from wordnet_pack import build as building
 from wordnet_pack import concepts as choosing

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import EOS, PAD
-from probemon.bem import BemConfig
+from probemon.adapters.bem import BemConfig
 
 VOCAB = 61
 SHAPES = {

@@ -4,7 +4,7 @@ import json
 
 from safetensors.torch import load_file, save_file
 
-from probemon.core.files import sha256
+from probemon.util.files import sha256
 
 
 def forge(pack, target, change):

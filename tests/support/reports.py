@@ -3,8 +3,8 @@
 import numpy as np
 import pyarrow as pa
 
-from probemon.offline.analysis_files import COUNTED, schemas
-from probemon.offline.analysis_folder import Analysis
+from probemon.lab.corpora.analysis_files import COUNTED, schemas
+from probemon.lab.corpora.analysis_folder import Analysis
 
 IDENTITY = {
     "pack": {"name": "by hand"},

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import EOS, HIDDEN, LAYERS, PAD
-from probemon.bem import BemConfig, attach_bem
+from probemon.adapters.bem import BemConfig, attach_bem
 
 SIZES = {
     "vocab_size": 61, "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": LAYERS,

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from conftest import make_pack
 from probemon import DynamicProbeManager
 from probemon.bundled import FOLDER, load_bundled
-from probemon.core.cache_folders import cache_dir
-from probemon.serving.app import make_app
-from probemon.serving.limits import Limits
-from probemon.serving.served import Served
-from probemon.serving.server import all_names, make_server, open_socket
+from probemon.ops.server.app import make_app
+from probemon.ops.server.limits import Limits
+from probemon.ops.server.served import Served
+from probemon.ops.server.server import all_names, make_server, open_socket
+from probemon.util.cache_folders import cache_dir
 
 TOKEN = "a token of the tests"
 LIMITS = Limits(max_tokens=48, at_once=2, queue=3, kept_events=64, kept_requests=8, stalled_seconds=2)

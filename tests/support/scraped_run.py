@@ -8,14 +8,14 @@ from prometheus_client import CollectorRegistry
 
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
+from probemon.adapters.routing import RoutingMonitor
 from probemon.monitor.breaker import Breaker
 from probemon.monitor.budget import Budget
 from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.sinks import MemorySink
-from probemon.telemetry import RoutingMonitor
-from probemon.telemetry.exposition import served
-from probemon.telemetry.metrics import ProcessMetrics
+from probemon.ops.telemetry.exposition import served
+from probemon.ops.telemetry.metrics import ProcessMetrics
 from prometheus_server import Prometheus
 from routed_hosts import make_bem, make_moe
 from running_server import Running, tiny_served

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from conftest import make_pack
 from probemon import DynamicProbeManager
-from probemon.core.harmless_text import harmless
-from probemon.serving.limits import Limits
-from probemon.serving.served import Served
+from probemon.ops.server.limits import Limits
+from probemon.ops.server.served import Served
+from probemon.util.harmless_text import harmless
 from running_server import Running, demo_tokenizer, tiny_host
 
 HOSTILE = [

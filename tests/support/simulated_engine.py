@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from probemon.serving.vllm.rows import StepRows
+from probemon.ops.vllm.rows import StepRows
 
 N_TOKENS = 50  # of the vocabulary
 BLOCK = 4

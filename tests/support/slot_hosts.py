@@ -2,7 +2,7 @@
 
 import torch
 
-from probemon.models.ltm import LtmConfig, LtmForCausalLM
+from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8,
          "sliding_window": 5, "segment_size": 6, "memory_slots": 7, "memory_layers": [0, 1]}  # fmt: skip

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from probemon.telemetry.decisions import Decisions, History, largest
+from probemon.adapters.routing.decisions import Decisions, History, largest
 
 EXPERTS, TOKENS, CHUNK = 8, 4000, 32
 PEAK = 6.8  # of a logit over the others: an entropy of 0.03 log 8

@@ -19,9 +19,9 @@ from arrangements import ARRANGEMENTS
 from conftest import OLDEST, PAD, make_pack
 from oracle import check
 from probemon import DynamicProbeManager
-from probemon.core.files import write_text_atomically
+from probemon.adapters import ltm  # noqa: F401  # the automatic classes know it then
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
-from probemon.models import ltm  # noqa: F401  # the automatic classes know it then
+from probemon.util.files import write_text_atomically
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,

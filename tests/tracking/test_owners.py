@@ -93,7 +93,7 @@ def test_only_its_own_class_changes_what_a_recording_or_a_generation_holds(path)
 
 def test_the_modules_that_hold_recordings_are_read():
     names = {str(path.relative_to(PACKAGE)) for path in MODULES}
-    assert {"tracking/watcher.py", "tracking/recording.py", "monitor/run.py", "telemetry/monitor.py"} <= names
+    assert {"tracking/watcher.py", "tracking/recording.py", "monitor/run.py", "adapters/routing/monitor.py"} <= names
     assert {"retained", "earlier", "done", "stop_all", "stop_column", "raising", "frontier"} <= ATTRIBUTES
 
 

@@ -24,9 +24,9 @@ from transformers import (
 
 from conftest import OLDEST, PAD, make_model, make_pack
 from probemon import DynamicProbeManager
-from probemon.bem import BemConfig, attach_bem
+from probemon.adapters.bem import BemConfig, attach_bem
+from probemon.adapters.ltm import attach_memory
 from probemon.errors import AlignmentError, NotSupportedDecoding
-from probemon.models.ltm import attach_memory
 from probemon.monitor.sinks import MemorySink
 
 IDS = torch.tensor([[1, 44, 3, 17, 8, 9, 10, 11]])

@@ -20,14 +20,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from probemon.core.cache_folders import give_triton_a_folder
-from probemon.core.checks import check_choice
-from probemon.core.first_sentence import first_sentence
 from probemon.core.inputs import check_states
 from probemon.core.probes import input_dtype
 from probemon.core.reference import logits_reference, score_reference
 from probemon.core.softmax_groups import Floats, Ints, softmax
 from probemon.errors import ConfigError, KernelUnavailable
+from probemon.util.cache_folders import give_triton_a_folder
+from probemon.util.checks import check_choice
+from probemon.util.first_sentence import first_sentence
 
 IMPLS = ("reference", "cpu", "numba", "triton")
 _OfPairs = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor], Tensor]

@@ -26,8 +26,8 @@ from numba.core.caching import FunctionCache, NullCache
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from probemon.core.cache_folders import REMEDY, cache_dir, why_not_usable
 from probemon.errors import ConfigError
+from probemon.util.cache_folders import REMEDY, cache_dir, why_not_usable
 
 _config: Any = numba.config  # untyped names
 LOG = logging.getLogger("probemon")

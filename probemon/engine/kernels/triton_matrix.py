@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from probemon.core.cache_folders import give_triton_a_folder
+from probemon.util.cache_folders import give_triton_a_folder
 
 ROWS = 16  # rows of a program, which are those of a matrix instruction
 BLOCK_D = 128  # of D at a time. Each block is summed by itself and then added: matrix units truncate as they add

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints
 from probemon.engine.memory.store import ProbeStore, StateDict
 from probemon.engine.memory.uploads import Upload, upload_to
 from probemon.errors import ArenaFull, PackCorrupt, ProbeLoadError
+from probemon.util.checks import check_count
 
 HALF_LIFE = 20  # waves, about a token each
 UNUSED = 0.1  # worth of a probe that was used once, more than 66 waves ago

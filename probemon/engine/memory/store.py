@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_count
 from probemon.engine.memory.slab import Layout, Record, Slab
 from probemon.errors import PackCorrupt, ProbeLoadError
 from probemon.packs.pack import ProbePack
+from probemon.util.checks import check_count
 
 StateDict = dict[str, Tensor]
 

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_count
+from probemon.util.checks import check_count
 
 
 def scan_loop(log_decay: Tensor, added: Tensor, start: Tensor | None = None) -> Tensor:

@@ -1,0 +1,145 @@
+"""Budgets: an adapter of so many trainable numbers, and the operations that it adds to a forward.
+
+    solved = solve(model, BemConfig(form="kronecker", terms=1), budget=3_072)
+    solved.config, solved.n_trainable, solved.off        # the most terms that fit, then the controller's width
+    n_trainable(model, config)                           # without making it
+    flops(lambda: model(ids))                            # every product, and one for each number made otherwise
+
+Adapters are compared at equal *trainable* numbers: of all numbers of a host, an adapter of nothing is within any per
+cent. A budget of numbers is none of operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from probemon.adapters.bem.config import BemConfig
+from probemon.adapters.bem.forms.kronecker import closest_shapes
+from probemon.adapters.bem.sites import Site, find_sites
+from probemon.errors import ConfigError
+from probemon.host.model import hidden_size
+from probemon.util.checks import check_count
+
+_MOST_SIZE, _MOST_WIDTH = 4096, 8192  # as `BemConfig` has them
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A config that comes close to a budget of trainable numbers, and how many it has."""
+
+    config: BemConfig
+    n_trainable: int
+    budget: int
+
+    @property
+    def off(self) -> float:
+        """By which share it is over the budget: -0.01 is one per cent under it."""
+        return self.n_trainable / self.budget - 1
+
+
+def solve(model: Any, config: BemConfig, budget: int) -> Solved:
+    """Return `config` with the largest rank (of "kronecker": number of terms) that the budget of trainable numbers
+    holds, and then the controller whose width comes nearest to it. Where not even a rank of 1 fits, the controller is
+    made narrower.
+
+    Raises `ConfigError` for a budget that is too small, and as `BemConfig` and `find_sites`.
+    """
+    check_count("budget", budget, least=1)
+    if not isinstance(config, BemConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: give a BemConfig, which BemConfig.from_dict makes")
+    sites = find_sites(model, config)
+
+    def fits(candidate: BemConfig) -> bool:
+        return _count(hidden_size(model), sites, candidate) <= budget
+
+    least = config.active or 1
+    every = [1 << k for k in range(13)] if config.hadamard else range(1, _MOST_SIZE + 1)
+    sizes = [size for size in every if size >= least]
+    smallest = _sized(config, sizes[0])
+    if not fits(smallest):
+        smallest = _widest(smallest, range(1, config.width), fits)
+    best = sizes[_last(sizes, lambda size: fits(_sized(smallest, size)))]
+    under = _widest(_sized(smallest, best), range(smallest.width, _MOST_WIDTH + 1), fits)
+    both = [under, replace(under, width=min(under.width + 1, _MOST_WIDTH))]
+    counts = [_count(hidden_size(model), sites, candidate) for candidate in both]
+    nearest = min((0, 1), key=lambda i: abs(counts[i] - budget))
+    return Solved(both[nearest], counts[nearest], budget)
+
+
+def n_trainable(model: Any, config: BemConfig) -> int:
+    """Return how many numbers an adapter of this config learns on this host. Raises as `find_sites`."""
+    return _count(hidden_size(model), find_sites(model, config), config)
+
+
+def flops(call: Callable[[], object]) -> int:
+    """Return the operations of a call: a multiply-add of a matrix product is two, and each number that is made element
+    by element is one.
+    """
+    pointwise = _Pointwise()
+    with FlopCounterMode(display=False) as products, pointwise:
+        call()
+    return int(products.get_total_flops()) + pointwise.n
+
+
+class _Pointwise(TorchDispatchMode):
+    """Counts the numbers that operations element by element make."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags:
+            self.n += sum(x.numel() for x in (made if isinstance(made, tuple) else (made,)))
+        return made
+
+
+def _sized(config: BemConfig, size: int) -> BemConfig:
+    return replace(config, terms=size) if config.form == "kronecker" else replace(config, rank=size)
+
+
+def _widest(config: BemConfig, widths: range, fits: Callable[[BemConfig], bool]) -> BemConfig:
+    """With the widest controller of some widths that fits. Raises `ConfigError` where none does."""
+    if not widths or not fits(replace(config, width=widths[0])):
+        least = replace(config, width=1)
+        raise ConfigError(f"the budget is too small for an adapter of form {least.form!r}, whatever its size")
+    return replace(config, width=widths[_last(widths, lambda width: fits(replace(config, width=width)))])
+
+
+def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """The index of the last of ascending values that fits; the first does."""
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(values[middle]) else (low, middle - 1)
+    return low
+
+
+def _count(hidden: int, sites: Sequence[Site], config: BemConfig) -> int:
+    width, n = config.width, config.code_size
+    total = hidden * (width + 2) + 9 * width + 3
+    if "chunk" in config.levels:
+        total += n + 2 * width**2 + 5 * width + width * n + n
+    if "token" in config.levels:
+        total += 2 * width**2 + 5 * width + width * n + n
+    if "prefix" in config.levels:
+        total += width**2 + 3 * width + width * n + n
+    if config.level == "learned":
+        total += 3 * sum(not site.chunked for site in sites)
+    return total + sum(_of_site(site.n_in, site.n_out, config) for site in sites)
+
+
+def _of_site(n_in: int, n_out: int, config: BemConfig) -> int:
+    if config.form == "head_groups":
+        return config.rank * (n_in + config.code_size * n_out)
+    if config.form == "kronecker":
+        (a1, a2), (b1, b2) = closest_shapes(n_in, n_out)
+        return config.code_size * (a1 * a2 + b1 * b2)
+    if config.form == "film":
+        return 2 * n_out * (config.rank + 1)
+    return config.rank * (n_in + n_out)

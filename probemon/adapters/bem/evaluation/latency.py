@@ -1,0 +1,93 @@
+"""Latency of calls that take turns in one process: medians and tails with intervals, and ratios pair by pair.
+
+    timed = take_turns({"lora": lambda: a(ids), "bem": lambda: b(ids)}, n_rounds=100)
+    timed["bem"].quantile(0.95)                     # Quantile: value, low, high, in seconds
+    timed["bem"].ratios(timed["lora"])              # one for each round, for `gates.latency`
+    median_ratio(timed["bem"], timed["lora"])       # Quantile
+
+On a shared machine a minute differs from the next by more than two adapters do. So calls take turns, in a new random
+order each round; what is compared are the times of one round, and the processor's time stands beside the clock's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from probemon.adapters.bem.evaluation.statistics import median_interval, quantile_interval
+from probemon.errors import ConfigError
+from probemon.util.checks import check_callable, check_count, shown
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """A quantile and its 95 % interval; None where there are too few rounds for one."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call's seconds in each round: by the clock, and of the process's processors."""
+
+    wall: tuple[float, ...]
+    cpu: tuple[float, ...]
+
+    def quantile(self, q: float) -> Quantile:
+        """Return a quantile of the clock's seconds, with its bootstrap interval."""
+        low, high = quantile_interval(self.wall, q) or (None, None)
+        return Quantile(float(np.quantile(self.wall, q)), low, high)
+
+    def ratios(self, other: Timed) -> list[float]:
+        """Return this call's seconds over those of another, round by round. Raises `ConfigError` where they took no
+        turns with each other.
+        """
+        if len(self.wall) != len(other.wall):
+            raise ConfigError(f"{len(self.wall)} rounds and {len(other.wall)}: these calls did not take turns")
+        return [a / b for a, b in zip(self.wall, other.wall, strict=True)]
+
+
+def take_turns(
+    calls: Mapping[str, Callable[[], object]], n_rounds: int, *, n_warm_up: int = 3, seed: int = 0
+) -> dict[str, Timed]:
+    """Time calls, each once a round, in a random order that `seed` gives; the first `n_warm_up` rounds do not count.
+
+    Where a GPU has been used, the clock starts and stops when it has nothing to do. Raises `ConfigError`.
+    """
+    check_count("n_rounds", n_rounds, least=1, remedy="give 1 or more")
+    check_count("n_warm_up", n_warm_up, remedy="give 0 or more")
+    if not isinstance(calls, Mapping):
+        raise ConfigError(f"calls is {shown(calls)}: give functions to call, by name")
+    if not calls:
+        raise ConfigError("there is no call to time: give one or more by name")
+    for name, call in calls.items():
+        check_callable(f"calls[{name!r}]", call)
+    rng, names = np.random.default_rng(seed), list(calls)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for at in range(-n_warm_up, n_rounds):
+        for i in rng.permutation(len(names)):
+            _wait()
+            clock, processor = time.perf_counter(), time.process_time()
+            calls[names[i]]()
+            _wait()
+            if at >= 0:
+                seconds[names[i]].append((time.perf_counter() - clock, time.process_time() - processor))
+    return {name: Timed(*zip(*pairs, strict=True)) for name, pairs in seconds.items()}
+
+
+def median_ratio(timed: Timed, other: Timed) -> Quantile:
+    """Return the median of the ratios of one call's seconds to another's, with its interval by order statistics."""
+    ratios = timed.ratios(other)
+    low, high = median_interval(ratios) or (None, None)
+    return Quantile(float(np.median(ratios)), low, high)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

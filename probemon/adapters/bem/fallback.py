@@ -1,0 +1,269 @@
+"""Fallbacks: where the controller cannot be relied on, its codes are the static 1, and every code says so.
+
+    bem = attach_bem(model, config, fallback=FallbackPolicy(min_confidence=0.2))
+    model.generate(**inputs)
+    bem.fallbacks                                    # Fallbacks(n_forwards=40, n_failed=0, n_refused=0, ...)
+
+With c = 1 an update is `s U V^T`: a static LoRA of the same U and V, under the same spectral limits. What falls back,
+and how much:
+
+    the controller raises             the whole forward             a failure for the breaker
+    the breaker is open               the whole forward
+    a code is not finite              the tokens that it is of      a failure for the breaker, once for each row
+    confidence under a threshold      the tokens that it is of
+
+Cached keys and values stay as they are, and the state goes on: a forward that is not routed is still read (its features
+alone), and the next that is routed reads what was missed. So a code after a fallback is the one it would have been for
+the same hidden states. Where not even the features could be computed they are NaN; the codes that depend on them are
+too, and fall back one by one. Whether a token falls back depends on its own codes alone: nothing leaks from the future,
+and a cache changes nothing. `Codes.fallback` says which tokens fell back.
+
+probemon's own errors (`ProbemonError`) are raised as they are, and so is a lack of memory, which has a remedy of its
+own (`probemon.adapters.bem.memory`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from probemon.adapters.bem.controller import Codes, Controller
+from probemon.adapters.bem.memory import is_out_of_memory
+from probemon.adapters.bem.state import Carry, ControllerState
+from probemon.errors import ConfigError, ProbemonError
+from probemon.util.checks import LARGEST, check_count, check_number, shown
+
+LOG = logging.getLogger("probemon")
+CLOSED, OPEN, HALF_OPEN = "closed", "open", "half-open"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FallbackPolicy:
+    """When codes fall back. The defaults of the breaker are those of the source. Raises `ConfigError`.
+
+    `min_confidence`: tokens under it fall back; 0 for none.
+    `latency_factor`: a call fails that takes longer than this times the baseline of its kind; None for no limit.
+    `n_baseline`: the baseline is the median of so many first calls.
+    `window`, `n_failures`: the breaker opens at `n_failures` among the last `window` calls.
+    `open_seconds`: how long it stays open.
+    `n_successes`: it closes after so many in a row.
+    `clock`: returns seconds.
+    """
+
+    min_confidence: float = 0.0
+    latency_factor: float | None = 2.0
+    n_baseline: int = 10
+    window: int = 20
+    n_failures: int = 5
+    open_seconds: float = 60.0
+    n_successes: int = 3
+    clock: Callable[[], float] = field(default=time.perf_counter, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("n_baseline", "window", "n_failures", "n_successes"):
+            check_count(name, getattr(self, name), least=1, remedy="give 1 or more")
+        if self.n_failures > self.window:
+            raise ConfigError(
+                f"n_failures is {self.n_failures}: give at most the window of {self.window} calls, or it never opens"
+            )
+        check_number(
+            "min_confidence", self.min_confidence, low=0, high=1, open_high=True, remedy="give a number from 0, under 1"
+        )
+        if self.latency_factor is not None:
+            remedy = "give a number over 1, or None for no limit"
+            check_number("latency_factor", self.latency_factor, low=1, high=LARGEST, open_low=True, remedy=remedy)
+        check_number("open_seconds", self.open_seconds, low=0, high=LARGEST, remedy="give 0 or more")
+        if not callable(self.clock):
+            raise ConfigError(f"clock is {shown(self.clock)}: give what returns seconds, such as time.perf_counter")
+
+
+class CircuitBreaker:
+    """Stops asking what keeps failing, and tries again later (Nygard 2007). Any number of threads may use it.
+
+        if breaker.allows():
+            breaker.record(failed=False, seconds=0.01, kind="decode")
+
+    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: one failure opens it again).
+    """
+
+    def __init__(self, policy: FallbackPolicy | None = None) -> None:
+        self.policy = policy or FallbackPolicy()
+        self.n_opened = 0
+        self._lock = threading.Lock()
+        self._state, self._opened_at, self._n_fine = CLOSED, 0.0, 0
+        self._calls: deque[bool] = deque(maxlen=self.policy.window)
+        self._first: dict[Hashable, list[float]] = {}
+        self._baseline: dict[Hashable, float] = {}
+
+    @property
+    def state(self) -> str:
+        """What it is now."""
+        with self._lock:
+            return self._current_state()
+
+    def baseline(self, kind: Hashable = None) -> float | None:
+        """Seconds that a call of this kind takes; None while too few were seen."""
+        with self._lock:
+            return self._baseline.get(kind)
+
+    def allows(self) -> bool:
+        """Whether to make the call."""
+        with self._lock:
+            return self._current_state() != OPEN
+
+    def record(self, *, failed: bool, seconds: float | None = None, kind: Hashable = None) -> None:
+        """Note how a call went that it allowed. Calls of one `kind` should take about as long as each other. Raises
+        `ConfigError` where `seconds` is no duration.
+        """
+        if seconds is not None:
+            remedy = "give how long the call took, 0 or more, or None"
+            check_number("seconds", seconds, low=0, high=LARGEST, remedy=remedy)
+        with self._lock:
+            state = self._current_state()
+            if state == OPEN:
+                return  # another thread opened it meanwhile
+            failed = failed or (seconds is not None and self._slow(kind, seconds))
+            self._calls.append(failed)
+            if state == HALF_OPEN:
+                self._n_fine += 1
+                if failed:
+                    self._open("a call on trial failed")
+                elif self._n_fine >= self.policy.n_successes:
+                    self._state = CLOSED
+                    self._calls.clear()
+                    LOG.info("the controller is used again: %d calls on trial went well", self._n_fine)
+            elif sum(self._calls) >= self.policy.n_failures:
+                self._open(f"{sum(self._calls)} of the last {len(self._calls)} calls failed or were slow")
+
+    def _current_state(self) -> str:
+        if self._state == OPEN and self.policy.clock() - self._opened_at >= self.policy.open_seconds:
+            self._state, self._n_fine = HALF_OPEN, 0
+        return self._state
+
+    def _open(self, why: str) -> None:
+        self._state, self._opened_at = OPEN, self.policy.clock()
+        self._calls.clear()
+        self.n_opened += 1
+        LOG.warning(
+            "the controller is left out for %g s, all codes are the static ones: %s", self.policy.open_seconds, why
+        )
+
+    def _slow(self, kind: Hashable, seconds: float) -> bool:
+        if self.policy.latency_factor is None:
+            return False
+        baseline = self._baseline.get(kind)
+        if baseline is not None:
+            return seconds > self.policy.latency_factor * baseline
+        first = self._first.setdefault(kind, [])
+        first.append(seconds)
+        if len(first) == self.policy.n_baseline:
+            self._baseline[kind] = statistics.median(self._first.pop(kind))
+        return False
+
+
+@dataclass(frozen=True)
+class Fallbacks:
+    """What fell back so far, of `n_forwards`.
+
+    `n_failed`: forwards in which the controller raised; they fell back whole.
+    `n_refused`: forwards that an open breaker kept from the controller; they fell back whole.
+    `n_not_finite`, `n_unsure`: forwards with tokens whose codes were not finite, or of too little confidence.
+    `n_unread`: forwards of which not even features could be computed.
+    `last_error`: what was raised last.
+    """
+
+    n_forwards: int = 0
+    n_failed: int = 0
+    n_refused: int = 0
+    n_not_finite: int = 0
+    n_unsure: int = 0
+    n_unread: int = 0
+    last_error: str | None = None
+
+
+class FallbackGuard:
+    """A `Guard` by a policy: `breaker`, and `counts` of what fell back. On a GPU it waits once a forward, for what the
+    codes are and how long they took.
+    """
+
+    def __init__(self, policy: FallbackPolicy) -> None:
+        self.policy, self.breaker, self.counts = policy, CircuitBreaker(policy), Fallbacks()
+        self._lock = threading.Lock()
+
+    def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
+        self._count(n_forwards=1)
+        if not self.breaker.allows():
+            self._count(n_refused=1)
+            return self._static(controller, hidden, real, state)
+        n_read = state.n_columns
+        try:
+            before = controller.resume(state)  # not timed: after a fallback it reads all of the history again
+            begin = self.policy.clock()
+            codes = controller.route(hidden, real, state)
+            with torch.no_grad():
+                bad, unsure = self._faults(codes, real)
+                any_bad, any_unsure = torch.stack([bad.any(), unsure.any()]).tolist()
+            seconds = self.policy.clock() - begin
+        except Exception as error:
+            if isinstance(error, ProbemonError) or is_out_of_memory(error):
+                raise
+            self.breaker.record(failed=True)
+            reason = f"{type(error).__name__}: {error}"
+            self._count(n_failed=1, last_error=reason)
+            LOG.warning("the controller failed, this forward's codes are the static ones: %s", reason)
+            return self._static(controller, hidden, real, state, fed=state.n_columns > n_read)
+        # About as much to compute: as many tokens, to 41 %, and whether chunks may be completed.
+        kind = (round(2 * math.log2(max(1, real.numel()))), state.inside)
+        self.breaker.record(failed=any_bad and self._newly_lost(before, bad), seconds=seconds, kind=kind)
+        self._count(n_not_finite=int(any_bad), n_unsure=int(any_unsure))
+        if not (any_bad or any_unsure):
+            return codes
+        fallback = bad | unsure
+        static = {name: torch.where(fallback[..., None], 1.0, code) for name, code in codes.by_level().items()}
+        return codes.replace(fallback=fallback, **static)
+
+    def _faults(self, codes: Codes, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens whose codes are not finite, and others of too little confidence: `[B, T]` bool both."""
+        values = torch.cat([*codes.by_level().values(), codes.confidence[..., None]], dim=-1)
+        finite = torch.isfinite(values).all(dim=-1)
+        return real & ~finite, real & finite & (codes.confidence < self.policy.min_confidence)
+
+    @torch.no_grad()
+    def _newly_lost(self, before: Carry, bad: Tensor) -> bool:
+        """Whether a row with such tokens was finite before. One that was not stays so: counted again and again, it
+        would take the others with it.
+        """
+        known = torch.cat([before.open.flatten(1), before.code, before.summary, before.confidence[:, None]], dim=1)
+        return bool((bad.any(dim=1) & torch.isfinite(known).all(dim=1)).any())
+
+    def _static(
+        self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState, fed: bool = False
+    ) -> Codes:
+        codes = controller.static(real, state)
+        if not fed:
+            state.feed(self._features(controller, hidden, real), real)
+        return codes
+
+    @torch.no_grad()
+    def _features(self, controller: Controller, hidden: Tensor, real: Tensor) -> Tensor:
+        try:
+            return controller.features(hidden, real)
+        except Exception as error:
+            if isinstance(error, ProbemonError) or is_out_of_memory(error):
+                raise
+            self._count(n_unread=1, last_error=f"{type(error).__name__}: {error}")
+            return controller.query.new_full((*real.shape, controller.config.width), math.nan)
+
+    def _count(self, last_error: str | None = None, **more: int) -> None:
+        with self._lock:
+            sums = {name: getattr(self.counts, name) + n for name, n in more.items()}
+            self.counts = replace(self.counts, **sums, last_error=last_error or self.counts.last_error)

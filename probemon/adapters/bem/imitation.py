@@ -1,0 +1,157 @@
+"""Expert imitation: the controller learns to give the codes that experts gave.
+
+    batches = [{"input_ids": ids, "attention_mask": mask, "expert_codes": codes, "counted": where}, ...]
+    history = imitate(bem, batches, TrainSettings(n_steps=200, lr=1e-2))
+    imitation_error(bem, held_out)                  # 0: the experts' codes; 1: no better than the best single code
+
+`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]`, optional: tokens count where it is not 0;
+without it all real ones do. A code of chunk k knows complete chunks before k alone, and that of chunk 0 is one learned
+vector (a token code also knows its own token): leave out tokens whose expert cannot be known yet. U and V do not learn,
+and the host runs without its head.
+
+Under level="learned" each site has the codes of its own level. What is learned from is the loss that is expected of the
+levels as likely as they are now, so that levels learn too, without noise: an expert that changes with every token asks
+for token codes, and of one that prefix codes can follow a price in operations decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from probemon.adapters.bem.attached import Bem
+from probemon.adapters.bem.config import LEVELS
+from probemon.adapters.bem.levels import expected_operations
+from probemon.adapters.bem.losses import (
+    Batch,
+    check_learnable,
+    codes_taken,
+    forward_inputs,
+    frozen,
+    host_inputs,
+    masked_tokens,
+    mode,
+    recorded_codes,
+)
+from probemon.adapters.bem.training import History, TrainSettings, check_fit, fit
+from probemon.errors import ConfigError
+from probemon.host.model import find_layers
+from probemon.util.checks import check_number
+
+
+def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, operations: float = 0.0) -> History:
+    """Train the controller of an attached adapter on `imitation_loss`, and levels where they are learned.
+
+    `operations`: what an operation a token costs, in the unit of the loss, under level="learned".
+
+    Raises `ConfigError` for experts out of reach (a norm of `max_norm` or more), and for a price where no level is
+    learned; `BemError` as `train`.
+    """
+    check_learnable(bem)
+    check_fit(batches, settings)
+    check_number("operations", operations, low=0, remedy="give 0 or more")
+    for batch in batches:
+        check_experts(bem, batch)
+
+    def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        with frozen(bem.updates):
+            loss = _expected_loss(bem, *_compared(bem, batch))
+        if operations:
+            n_tokens = max(1, round(float(masked_tokens(batch, "counted").sum()) / len(batch["input_ids"])))
+            loss = loss + operations * expected_operations(bem, n_tokens).to(loss.device)
+        return loss, {}
+
+    learning = list(bem.controller.parameters())
+    if bem.levels is None:
+        every_level: AbstractContextManager[None] = nullcontext()
+    else:  # in training mode the controller makes the codes of every level
+        learning, every_level = [*learning, bem.levels.logits], mode(bem.host, training=True)
+    with every_level:
+        return fit(learning, loss_of, batches, settings)
+
+
+def imitation_loss(codes: Tensor, experts: Tensor) -> Tensor:
+    """Return the mean squared distance of codes `[M, r]` to experts' `[M, r]`, over tokens and dimensions."""
+    return (codes - experts).square().mean()
+
+
+@torch.no_grad()
+def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
+    """Return the squared distance to the experts' codes over that of their mean, on all batches together: 0 is exact, 1
+    as good as one code for all. Raises `ConfigError` where all experts' codes are the same.
+    """
+    if not batches:
+        raise ConfigError("there are no batches to measure on: give at least one")
+    pairs = []
+    with mode(bem.host, training=False):
+        for batch in batches:
+            made, wanted = _compared(bem, batch)
+            taken = _of_sites(bem, made)
+            pairs.append((taken.flatten(0, 1), wanted.expand_as(taken).flatten(0, 1)))
+    codes, experts = (torch.cat(parts).double() for parts in zip(*pairs, strict=True))
+    spread = (experts - experts.mean(dim=0)).square().sum()
+    if not spread > 0:
+        raise ConfigError("the experts' codes are all the same: there is no routing to be measured")
+    return float((codes - experts).square().sum() / spread)
+
+
+def check_experts(bem: Bem, batch: Batch) -> None:
+    """Raise `ConfigError` unless a batch has codes of the right shape, within the reach of a code."""
+    (n_rows, n_columns), experts = host_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
+    rank, most = bem.config.code_size, bem.config.max_norm
+    if not isinstance(experts, Tensor) or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
+        if isinstance(experts, Tensor):
+            problem = f"shape {tuple(experts.shape)}"
+        else:
+            problem = "none" if experts is None else f"a {type(experts).__name__}"
+        raise ConfigError(f"expert_codes: {problem}, expected [{n_rows}, {n_columns}, {rank}] or [{n_rows}, {rank}]")
+    largest = float(experts.norm(dim=-1).max())
+    if not largest < most:
+        raise ConfigError(
+            f"an expert's code has norm {largest:.4g}, and codes stay under max_norm {most}: scale the experts down"
+            " (and U up), or raise max_norm"
+        )
+
+
+def _compared(bem: Bem, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+    """Of the tokens that count: the codes `[M, r]` of each sort of site, or under level="learned" of each level that is
+    made, and the experts' `[M, r]`.
+    """
+    decoder, _ = find_layers(bem.host)
+    inputs, counted = forward_inputs(bem.host, batch, decoder), masked_tokens(batch, "counted")
+    with frozen(bem.host), recorded_codes(bem) as recorded:
+        decoder(**inputs, use_cache=False)
+    if not bool(counted.any()):
+        raise ConfigError("a batch has no token that counts: leave it out")
+    if bem.levels is not None:
+        made = recorded[-1].by_level()
+    else:
+        made = {str(chunked): codes for chunked, codes in codes_taken(bem, recorded[-1]).items()}
+    experts = batch["expert_codes"]
+    experts = experts[:, None].expand(-1, counted.shape[1], -1) if experts.dim() == 2 else experts
+    taken = {name: codes[counted] for name, codes in made.items()}
+    return taken, experts[counted].to(next(iter(taken.values())))
+
+
+def _expected_loss(bem: Bem, codes: Mapping[str, Tensor], experts: Tensor) -> Tensor:
+    """The mean of `imitation_loss` over sorts of sites; where levels are learned, over sites, each at the levels that
+    it may have, by their probabilities.
+    """
+    losses = {name: imitation_loss(code, experts) for name, code in codes.items()}
+    if bem.levels is None:
+        return torch.stack(list(losses.values())).mean()
+    by_level = torch.stack([losses[level] for level in LEVELS])
+    of_sites = bem.levels.logits.softmax(dim=1).to(by_level.device) @ by_level
+    n_chunked = sum(site.chunked for site in bem.sites)
+    return (of_sites.sum() + n_chunked * losses["chunk"]) / len(bem.sites)
+
+
+def _of_sites(bem: Bem, codes: Mapping[str, Tensor]) -> Tensor:
+    """The codes `[K, M, r]` that each sort of site takes; where levels are learned, each site."""
+    if bem.levels is None:
+        return torch.stack(list(codes.values()))
+    chosen = bem.levels.chosen()
+    return torch.stack([codes[chosen.get(site.name, "chunk")] for site in bem.sites])

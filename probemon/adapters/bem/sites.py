@@ -1,0 +1,131 @@
+"""Sites: which modules of an unchanged host an adapter updates, and their parameters.
+
+    sites = find_sites(model, config)            # [Site(name="down.3", kind="down", layer=3, module=...), ...]
+    updates = make_updates(sites, config)        # nn.ModuleDict: "down_3" -> SiteUpdate with V [in, r], U [out, r]
+                                                 # of another form: its `Form`
+
+A mixture-of-experts block keeps its experts in one tensor and has no linear layer of its own to update. There the site
+"down" is the whole block, from its input to its output: such an update cannot be merged into weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from probemon.adapters.bem.config import CHUNK_KINDS, BemConfig
+from probemon.adapters.bem.forms.make import make_form
+from probemon.adapters.bem.sharded import Shard, shard_of
+from probemon.errors import ConfigError, NotSupportedHost
+from probemon.host.internals import tensor_parallel_size
+from probemon.host.model import find_layers, hidden_size, site_module, unwrap
+
+# What hosts call the linear layers of each kind, inside their attention and feed-forward blocks.
+_NAMES = {
+    "q": ("q_proj", "query"), "k": ("k_proj", "key"), "v": ("v_proj", "value"),
+    "o": ("o_proj", "out_proj", "dense"), "down": ("down_proj", "fc2", "dense_4h_to_h"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One updated module, which maps `[.., n_in]` to `[.., n_out]`; its `name` is such as "down.3".
+
+    `mergeable`: it is a plain linear layer.
+    `shard`: what this process has of it; None for the whole.
+    """
+
+    kind: str
+    layer: int
+    module: nn.Module
+    n_in: int
+    n_out: int
+    mergeable: bool
+    shard: Shard | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}.{self.layer}"
+
+    @property
+    def key(self) -> str:
+        """The name, where dots are not allowed."""
+        return f"{self.kind}_{self.layer}"
+
+    @property
+    def sizes_here(self) -> tuple[int, int]:
+        """How many numbers this process has of each input, and of each output."""
+        if self.shard is None:
+            return self.n_in, self.n_out
+        n = self.shard.end - self.shard.begin
+        return (n, self.n_out) if self.shard.rows else (self.n_in, n)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether it takes chunk codes whatever the level policy says."""
+        return self.kind in CHUNK_KINDS
+
+
+class SiteUpdate(nn.Module):
+    """The parameters of one site's update: V `[in, r]`, U `[out, r]`. U is zero at the start: the host is unchanged."""
+
+    def __init__(self, site: Site, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        bound = site.n_in**-0.5  # as torch initialises a linear layer, and PEFT the first factor of a LoRA
+        v = torch.empty(site.n_in, rank, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+        self.V = nn.Parameter(v)
+        self.U = nn.Parameter(torch.zeros(site.n_out, rank, dtype=torch.float32))
+
+
+def find_sites(model: Any, config: BemConfig) -> list[Site]:
+    """Return every site of `config` in `model`, by layer. Raises `ConfigError`, `NotSupportedHost`."""
+    _, layers = find_layers(model)
+    if config.read_layer >= len(layers):
+        raise ConfigError(f"read_layer is {config.read_layer}: the host has layers 0..{len(layers) - 1}")
+    chosen = range(config.read_layer, len(layers)) if config.layers is None else sorted(config.layers)
+    if max(chosen) >= len(layers):
+        raise ConfigError(f"layers has {max(chosen)}: the host has layers 0..{len(layers) - 1}")
+    width, n_ranks = hidden_size(model), tensor_parallel_size(unwrap(model))
+    return [find_site(layers, kind, layer, width, n_ranks) for layer in chosen for kind in config.sites]
+
+
+def find_site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks: int = 1) -> Site:
+    """Return one site of layers of `width`. Raises `NotSupportedHost`."""
+    block = site_module(layers, f"{'mlp_out' if kind == 'down' else 'attn_out'}.{layer}")
+    children = dict(block.named_children())
+    for name in _NAMES[kind]:
+        # PEFT's layers hold the host's own, and go from the same input to the same output.
+        linear = getattr(children.get(name), "base_layer", children.get(name))
+        if isinstance(linear, nn.Linear):
+            shard = shard_of(linear, f"{kind}.{layer}", n_ranks)
+            mergeable = linear is children[name]
+            return Site(kind, layer, children[name], linear.in_features, linear.out_features, mergeable, shard)
+    if kind == "down" and "experts" in children:
+        return Site(kind, layer, block, width, width, False)
+    raise NotSupportedHost(
+        f"site '{kind}.{layer}': {type(block).__name__} has no linear layer named {' or '.join(_NAMES[kind])}; it has "
+        f"{', '.join(children) or 'none'}. Leave {kind!r} out of sites"
+    )
+
+
+def make_updates(sites: Sequence[Site], config: BemConfig, n_heads: int | None = None) -> nn.ModuleDict:
+    """Make fresh parameters, each on the device of its site; the same for the same `config.seed`. `n_heads`: of the
+    host's queries. Raises `ConfigError` where a form does not fit a site.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def update(site: Site) -> nn.Module:
+        if config.form == "low_rank":
+            return SiteUpdate(site, config.rank, generator)
+        return make_form(config, site.n_in, site.n_out, n_heads, generator)
+
+    return nn.ModuleDict({site.key: update(site).to(device_of(site.module)) for site in sites})
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device on which a module computes; the CPU for one whose weights are kept elsewhere."""
+    return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))

@@ -1,0 +1,119 @@
+"""Low-rank twins: what a form of an update is as `s U diag(c) V^T`, where it is that, with U, V and codes of its own.
+
+    twin = low_rank_twin(bem.updates[site.key], bem.config)     # U [out, r], V [in, r], fp64
+    twin.codes(applied)                                         # [M, r]: codes as governance applies them
+
+    low_rank       itself
+    head_groups    V holds the groups' V_g block by block, U the U_g side by side; c is each group's gate, r times
+    rank_mask      U rotated as the components are; c is the mask
+    kronecker      A_k (x) B_k by the singular vectors of A_k and B_k; c is the term's number, for each pair of them
+
+The share that limits leave of an update multiplies c. A film moves outputs by numbers of their own and is no matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from probemon.adapters.bem.config import BemConfig
+from probemon.adapters.bem.forms.head_groups import HeadGroups, gates
+from probemon.adapters.bem.forms.kronecker import Kronecker
+from probemon.adapters.bem.forms.rank_mask import RankMask, top_mask
+from probemon.adapters.bem.sites import SiteUpdate
+from probemon.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """The factors U `[out, r]` and V `[in, r]` of a site, in fp64 on the CPU, and what makes its codes."""
+
+    U: Tensor
+    V: Tensor
+    of_applied: Callable[[Tensor], Tensor]
+
+    def codes(self, applied: Tensor) -> Tensor:
+        """Return codes `[M, r]` of what governance applied, fp64 on the CPU."""
+        return self.of_applied(applied.double().cpu())
+
+
+def check_has_twin(config: BemConfig) -> None:
+    """Raise `ConfigError` for a form that no static update equals, whatever its code."""
+    if config.form == "film":
+        raise ConfigError(
+            "this adapter's form is 'film', which scales and moves outputs: no matrix that is added to a weight does"
+            " the same, so it has no LoRA. Keep it attached"
+        )
+
+
+@torch.no_grad()
+def low_rank_twin(update: nn.Module, config: BemConfig) -> Twin:
+    """Return the twin of one site's update. Raises as `check_has_twin`."""
+    check_has_twin(config)
+    if config.form == "low_rank":
+        own = cast(SiteUpdate, update)
+        return Twin(_plain(own.U), _plain(own.V), lambda applied: applied)
+    if config.form == "head_groups":
+        groups = cast(HeadGroups, update)
+        u, v = _plain(groups.U), _plain(groups.V)
+        return Twin(
+            u.permute(1, 0, 2).flatten(1),
+            torch.block_diag(*v.unbind()),
+            lambda applied: (gates(applied[:, :-1]) * applied[:, -1:]).repeat_interleave(groups.rank, dim=1),
+        )
+    if config.form == "rank_mask":
+        mask = cast(RankMask, update)
+        return Twin(
+            mask.rotated(_plain(mask.U)),
+            _plain(mask.V),
+            lambda applied: top_mask(applied[:, :-1], mask.active) * applied[:, -1:],
+        )
+    terms = cast(Kronecker, update)
+    pairs = [_kronecker_factors(a, b) for a, b in zip(_plain(terms.A), _plain(terms.B), strict=True)]
+    of_term = torch.tensor([k for k, (u, _) in enumerate(pairs) for _ in range(u.shape[1])], dtype=torch.int64)
+    return Twin(
+        torch.cat([u for u, _ in pairs], dim=1),
+        torch.cat([v for _, v in pairs], dim=1),
+        lambda applied: (applied[:, :-1] * applied[:, -1:])[:, of_term],
+    )
+
+
+def rank_of(twin: Twin, core: Tensor) -> int:
+    """Return how many singular values of U M V^T are more than rounding."""
+    r_u, r_v = (torch.linalg.qr(factor, mode="r").R for factor in (twin.U, twin.V))
+    values = torch.linalg.svdvals(r_u @ core @ r_v.T)
+    return int((values > 1e-9 * values.amax()).sum()) if values.numel() else 0
+
+
+def cut_to(twin: Twin, core: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the nearest to U M V^T of a rank: its own M `[r, r]`, and factors A `[rank, in]` and B `[out, rank]` that
+    are equally large, with zeros where it has fewer directions.
+    """
+    (q_u, r_u), (q_v, r_v) = torch.linalg.qr(twin.U), torch.linalg.qr(twin.V)
+    left, values, right = torch.linalg.svd(r_u @ core @ r_v.T, full_matrices=False)
+    left, values, right = left[:, :rank], values[:rank], right[:rank]
+    root, missing = values.sqrt(), max(0, rank - len(values))
+    a = nn.functional.pad(root[:, None] * (right @ q_v.T), (0, 0, 0, missing))
+    b = nn.functional.pad(q_u @ left * root, (0, missing))
+    cut = torch.linalg.pinv(r_u) @ (left * values) @ right @ torch.linalg.pinv(r_v).T
+    return cut, a, b
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().cpu()
+
+
+def _kronecker_factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U `[out, r]` and V `[in, r]` with `U V^T = A (x) B`: r is the product of their ranks."""
+    (u_a, v_a), (u_b, v_b) = _singular(a), _singular(b)
+    return torch.kron(u_a, u_b), torch.kron(v_a, v_b)
+
+
+def _singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    kept = values > values.amax() * 1e-12
+    return u[:, kept] * values[kept], v[kept].T

@@ -1,0 +1,145 @@
+"""The generated update of one site: `scale * ((x V) * c) U^T`, by explicit implementations that agree.
+
+    delta = generated_update(x, V, U, codes, scale, impl="reference")                   # [M, out]
+    # y + the same; rows with all |c| <= eps keep y
+    output = generated_update(x, V, U, codes, scale, base=y, eps=0.01, impl="triton")
+    choose_impl("auto", devices, config)                                    # ("triton", why), where that runs
+
+`reference` is eager torch. `triton` is one fused kernel. Both compute in fp32 (fp64 stays fp64) and round once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from probemon.adapters.bem.config import BemConfig
+from probemon.errors import ConfigError, KernelUnavailable
+
+LOG = logging.getLogger("probemon")
+IMPLS = ("reference", "triton")
+MOST_RANK, MOST_WIDTH = 64, 1024  # that the kernels have; here, so that choosing needs no Triton
+
+
+def reference(
+    x: Tensor,
+    V: Tensor,
+    U: Tensor,
+    codes: Tensor,
+    scale: float,
+    *,
+    base: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """As `generated_update`, in eager torch."""
+    if eps:  # of eps = 0 nothing is left out: what is computed of codes of zero is zero, and they have a gradient
+        # Not abs > eps: a NaN is not left out, so that it is seen.
+        rows = (~(codes.abs() <= eps).all(dim=1)).nonzero()[:, 0]
+        if len(rows) < len(x):
+            kept = x.new_zeros(len(x), len(U)) if base is None else base
+            return kept.index_copy(
+                0, rows, reference(x[rows], V, U, codes[rows], scale, base=None if base is None else base[rows])
+            )
+    narrow = x.dtype if base is None else base.dtype
+    if narrow != torch.float32 or not x.dtype == V.dtype == codes.dtype == narrow:
+        wide = torch.promote_types(torch.promote_types(x.dtype, V.dtype), torch.float32)
+        x, V, U, codes = (tensor.to(wide) for tensor in (x, V, U, codes))
+        base = None if base is None else base.to(wide)
+    weighted = x @ V * codes
+    out = (weighted @ U.T) * scale if base is None else torch.addmm(base, weighted, U.T, alpha=scale)
+    return out.to(narrow)
+
+
+def check_update_impl(impl: str, device: torch.device) -> None:
+    """Raise `ConfigError` or `KernelUnavailable` where `impl` cannot run on `device`."""
+    if impl not in IMPLS:
+        raise ConfigError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}; attach_bem takes 'auto' too")
+    if impl == "triton":
+        remedy = "use impl='reference' (of attach_bem, impl='auto' takes what runs)"
+        if importlib.util.find_spec("triton") is None:
+            raise KernelUnavailable(f"impl='triton' needs triton, which is published for Linux only: {remedy}")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise KernelUnavailable(
+                f"impl='triton' needs a GPU, the update is computed on {device}: {remedy}, or set TRITON_INTERPRET=1 "
+                "before starting to run its (slow) interpreter"
+            )
+
+
+def generated_update(
+    x: Tensor,
+    V: Tensor,
+    U: Tensor,
+    codes: Tensor,
+    scale: float,
+    *,
+    base: Tensor | None = None,
+    eps: float | None = None,
+    impl: str = "reference",
+) -> Tensor:
+    """Return the updates `[M, out]` of x `[M, in]` by V `[in, r]`, U `[out, r]` and codes `[M, r]`, in the dtype of x;
+    with `base [M, out]`, base plus them, in its dtype.
+
+    With `eps` over 0, rows of which every `|c| <= eps` are left out: their update is zero, and has no gradient. This
+    changes a row by at most `scale * |U| |V| * eps * |x|`, with spectral norms of U and V and Euclidean ones of the
+    row and of x, for `diag(c)` has a spectral norm of at most eps. An eps of 0 changes nothing. On a GPU the reference
+    then waits for the number of rows. Raises `ConfigError`, `KernelUnavailable`.
+    """
+    if impl == "reference":
+        return reference(x, V, U, codes, scale, base=base, eps=eps)
+    check_update_impl(impl, V.device)
+    kernel = importlib.import_module("probemon.adapters.bem.kernels.update").generated_update  # here: it imports Triton
+    # With eps of 0 it leaves out rows of zeros, which is exact, and gives their codes the gradient that they have.
+    # Under autocast a base is narrower than its x.
+    x = x if base is None else x.to(base.dtype)
+    update: Tensor = kernel(x, V, U, codes, scale, base=base, eps=eps or 0.0)
+    return update
+
+
+def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -> tuple[str, str]:
+    """Choose what computes the updates of sites on `devices`; return it, and why. "auto" takes the kernel where every
+    site is on a GPU and a trial of it runs.
+
+    Any other is taken as it is. Raises `ConfigError`, `KernelUnavailable` for one that cannot run; "auto" always can.
+    """
+    if config.form != "low_rank":
+        only = f"updates of form {config.form!r} have no kernel"
+        if impl == "triton":
+            raise ConfigError(f"{only}: use impl='reference' or 'auto'")
+        if impl == "auto":
+            return "reference", only
+    too_large = config.rank > MOST_RANK or config.width > MOST_WIDTH
+    sizes = (
+        f"the kernels have ranks to {MOST_RANK} and widths to {MOST_WIDTH}, this adapter has rank {config.rank} and"
+        f" width {config.width}"
+    )
+    if impl == "triton" and too_large:
+        raise ConfigError(f"{sizes}: use impl='reference' or 'auto'")
+    if impl == "auto":
+        chosen, why = ("reference", sizes) if too_large else _best_impl(devices)
+        LOG.info("updates are computed by %s: %s", chosen, why)
+        return chosen, why
+    for device in set(devices):
+        check_update_impl(impl, device)
+    return impl, "it was asked for"
+
+
+def _best_impl(devices: Sequence[torch.device]) -> tuple[str, str]:
+    unique = sorted(set(devices), key=str)
+    other = next((device for device in unique if device.type != "cuda"), None)
+    if other is not None:
+        return "reference", f"the kernels are for GPUs, and a site or the layer that is read is on {other}"
+    for device in unique:
+        try:
+            x, v, codes = (torch.ones(2, n, dtype=torch.float32, device=device) for n in (16, 16, 2))
+            generated_update(x, v.T.contiguous(), v.T.contiguous(), codes, 1.0, impl="triton").sum().item()
+        except KernelUnavailable as error:
+            return "reference", str(error)
+        except Exception as error:  # a compiler that is not there, a driver that is too old: each raises something else
+            return "reference", f"the kernel does not run on {device}: {type(error).__name__}: {error}"
+    return "triton", "every site is on a GPU, where the kernel runs"

@@ -1,0 +1,91 @@
+"""The command bem distil.
+
+probemon bem distil demo adapter/ answers.jsonl --out lora/
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from probemon.adapters.cli.bem_eval import Adapter
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
+from probemon.cli.common import load_aloud, use_threads
+from probemon.cli.options import AsJson, Device, Dtype, Model, Threads
+from probemon.cli.terminal import answer, say
+from probemon.errors import ConfigError
+
+
+def distil(
+    model: Model,
+    adapter: Adapter,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The LoRA's folder, in PEFT's format, that is not there yet.")],
+    steps: Annotated[
+        int, typer.Option(help="Steps of training towards what the adapter says; 0: the LoRA that is nearest.")
+    ] = 0,
+    rank: Annotated[
+        int, typer.Option(help="The LoRA's rank; 0 for the adapter's, or the least that says all of another form.")
+    ] = 0,
+    labels: Annotated[float, typer.Option(help="With --steps: how much DATA's own labels count, 0 to 1.")] = 0.0,
+    lr: Annotated[float, typer.Option(help="With --steps: the highest learning rate.")] = 1e-2,
+    batch: BatchRows = 8,
+    most_tokens: MostTokens = 512,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make one static LoRA of ADAPTER, for hosts and servers that know nothing of routing. DATA is what it is used on.
+
+    What of the adapter's work is lost is said; of one that routes much, much is.
+    """
+    from probemon.adapters.bem import attach_bem
+    from probemon.adapters.bem.distil import distil as nearest_lora
+    from probemon.adapters.bem.distil import distil_trained
+    from probemon.adapters.bem.lessons import make_batches
+    from probemon.adapters.bem.saved import read_saved
+    from probemon.adapters.bem.training import TrainSettings
+    from probemon.adapters.bem.twins import check_has_twin
+
+    check_sizes(most_tokens, batch)
+    if steps < 0 or rank < 0:
+        raise ConfigError(f"--steps is {steps}, --rank {rank}: give 0 or more")
+    if not steps and labels:
+        raise ConfigError("--labels is of a trained LoRA: give --steps too")
+    if not 0 <= labels <= 1:
+        raise ConfigError(f"--labels is {labels}: give 0 to 1")
+    settings = TrainSettings(n_steps=max(1, steps), lr=lr, n_warmup=min(10, steps // 10))
+    if os.path.lexists(out):
+        raise ConfigError(f"--out is {out}, which exists: give another name, or remove it first")
+    use_threads(threads)
+    check_has_twin(read_saved(adapter).config)
+    rows = read(data)
+    host, tokenizer = load_aloud(model, device, dtype)
+    lessons, _ = rows.lessons(tokenizer, most_tokens)
+    batches = [
+        {key: tensor.to(host.device) for key, tensor in one.items()}
+        for one in make_batches(lessons, batch, pad_of(tokenizer))
+    ]
+    with attach_bem(host, adapter) as bem:
+        nearest = nearest_lora(bem, batches, rank=rank or None)
+        lora = nearest
+        if steps:
+            lora, _ = distil_trained(bem, batches, settings, rank=rank or None, labels=labels)
+    lora.save(out)
+    told = {
+        "lora": str(out),
+        "method": lora.method,
+        "rank": lora.rank,
+        "modules": len(lora.factors),
+        "nearest_loses": nearest.error,
+        "start": lora.start,
+    }
+    if as_json:
+        answer(told)
+        return
+    say(f"{out}: a LoRA of rank {lora.rank} for {len(lora.factors)} layers, {lora.method}")
+    say(f"the nearest LoRA loses {100 * (nearest.error or 0.0):.1f} % of the squared update on this data")

@@ -1,0 +1,120 @@
+"""What the commands of bem read: rows of texts, answers and chats, which documents they are of, and their tokens.
+
+rows = read(["sums.jsonl"], group_field="group")           # checked, before a model is loaded
+lessons, left_out = rows.lessons(tokenizer, most_tokens=512)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from probemon.cli.terminal import say
+from probemon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from probemon.adapters.bem.evaluation.held_out import HeldOut
+    from probemon.adapters.bem.lessons import Lesson
+
+Data = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="DATA",
+        help=(
+            "Rows: .jsonl, .csv, .tsv or .parquet, each with 'prompt' and 'answer', or 'text', or 'messages'; rows of"
+            " one 'group' are one document."
+        ),
+    ),
+]
+MostTokens = Annotated[int, typer.Option(help="Tokens at which a row is cut.")]
+BatchRows = Annotated[int, typer.Option("--batch", help="Rows of a batch.")]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows with where they stand, and the number of the document that each is of."""
+
+    rows: Sequence[tuple[str, Mapping[str, Any]]]
+    documents: Sequence[int]
+
+    def lessons(self, tokenizer: Any, most_tokens: int) -> tuple[list[Lesson], list[int]]:
+        """Return rows as tokens, with the documents they are of. Rows with nothing to predict are left out, which is
+        said on stderr. Raises `ConfigError` where none is left.
+        """
+        from probemon.adapters.bem.lessons import make_lesson
+
+        lessons, documents, reasons = list[Any](), list[int](), list[str]()
+        for (where, row), document in zip(self.rows, self.documents, strict=True):
+            try:
+                lessons.append(make_lesson(row, where, tokenizer, most_tokens))
+                documents.append(document)
+            except ConfigError as error:
+                reasons.append(str(error))
+        if not lessons:
+            raise ConfigError(f"no row can be used: {reasons[0]}")
+        if reasons:
+            say(f"{len(reasons)} rows are left out, the first: {reasons[0]}", error=True)
+        return lessons, documents
+
+
+def read(files: Sequence[str]) -> Rows:
+    """Read and check rows. Raises `TrainingError`, `ConfigError`."""
+    from probemon.adapters.bem.lessons import check_row, content_of
+    from probemon.lab.training.example_files import read_rows
+    from probemon.lab.training.examples import group_of
+    from probemon.lab.training.groups import group_texts
+
+    rows, groups = list[Any](), list[str | None]()
+    for where, row in read_rows(files):
+        check_row(row, where)
+        rows.append((where, row))
+        groups.append(group_of(row.get("group")))
+    if not rows:
+        raise ConfigError("there is no row: give texts, answers to prompts, or chats")
+    return Rows(rows, group_texts([content_of(row) for _, row in rows], groups).tolist())
+
+
+def check_sizes(most_tokens: int, batch: int) -> None:
+    """Raise `ConfigError` for a row of no tokens, or a batch of no rows."""
+    if most_tokens < 2:
+        raise ConfigError(f"--most-tokens is {most_tokens}: give 2 or more")
+    if batch < 1:
+        raise ConfigError(f"--batch is {batch}: give 1 or more")
+
+
+def pad_of(tokenizer: Any) -> int:
+    """Return a token for padding, which no mask shows."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(id) for id in ids if id is not None)
+
+
+def as_dict(measured: HeldOut) -> dict[str, Any]:
+    """Return held-out losses for JSON."""
+    return {
+        "documents": measured.n_documents,
+        "labels": measured.n_labels,
+        "loss": measured.loss,
+        "bare_loss": measured.bare_loss,
+        "difference": measured.difference,
+        "low": measured.low,
+        "high": measured.high,
+        "documents_better": measured.n_better,
+    }
+
+
+def say_measured(measured: HeldOut) -> None:
+    """Print held-out losses, and what of them can be trusted."""
+    if measured.low is None or measured.high is None:
+        why = "two documents or more" if measured.n_documents < 2 else "SciPy (pip install scipy)"
+        interval = f"no interval: it needs {why}"
+    else:
+        interval = f"95 % by document: {measured.low:+.4f} to {measured.high:+.4f}"
+    say(
+        f"held out: {measured.n_documents} documents, {measured.n_labels:,} labels",
+        f"  with the adapter {measured.loss:.4f} nats a label, the bare host {measured.bare_loss:.4f}",
+        f"  difference {measured.difference:+.4f} ({interval}); better on {measured.n_better} of"
+        f" {measured.n_documents} documents",
+    )

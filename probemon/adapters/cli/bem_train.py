@@ -1,0 +1,231 @@
+"""The command bem train.
+
+probemon bem train demo answers.jsonl --out adapter/
+probemon bem train ./my-model answers.jsonl --out adapter/ --layers 20-29 --budget 2% --epochs 5
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from probemon.adapters.cli.bem_inspect import size_of
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, as_dict, check_sizes, pad_of, read, say_measured
+from probemon.cli.common import load_aloud, progress_bar, use_threads
+from probemon.cli.options import AsJson, Device, Dtype, Model, Threads
+from probemon.cli.terminal import answer, say
+from probemon.errors import ConfigError
+from probemon.util.strict_json import loads
+
+if TYPE_CHECKING:
+    from probemon.adapters.bem import BemConfig
+    from probemon.adapters.bem.course import Course
+
+_CHOOSE = 0.1  # of the documents
+
+
+def train(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The adapter's folder. One with an unfinished training is gone on with.")],
+    form: Annotated[
+        str, typer.Option(help="What a code makes of a layer: low_rank, film, ... (docs/bem.md).")
+    ] = "low_rank",
+    rank: Annotated[int, typer.Option(help="Numbers of a code.")] = 8,
+    sites: Annotated[str, typer.Option(help="Kinds of layers, some of q,k,v,o,down.")] = "o,down",
+    layers: Annotated[str, typer.Option(help="Host layers, as 8,12,16 or 20-29; all: every one.")] = "all",
+    level: Annotated[
+        str, typer.Option(help="What codes follow: position, auto, energy, learned, prefix, chunk or token.")
+    ] = "position",
+    more: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Any other setting of BemConfig, as groups=9; may be repeated."
+        ),
+    ] = None,
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Trainable numbers, 50000 or 2% of the model: the largest rank that fits is taken, then the width of"
+            " the controller that comes nearest, which may be a little over it."
+        ),
+    ] = "",
+    epochs: Annotated[float, typer.Option(help="How often each row is learned from.")] = 3.0,
+    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 2e-3,
+    kl: Annotated[float, typer.Option(help="What staying near the bare host counts.")] = 0.05,
+    batch: BatchRows = 8,
+    most_tokens: MostTokens = 512,
+    held_out: Annotated[float, typer.Option(help="Share of the documents that only measures, in the end.")] = 0.2,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between looks at the documents that choose.")] = 20,
+    patience: Annotated[int, typer.Option(help="Looks without a lower loss after which training stops.")] = 5,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of parameters, of the split and of the order of rows.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a routed adapter on DATA, and measure it on documents that neither trained nor chose anything.
+
+    Whole documents are split: most train, a tenth choose when to stop, the rest is held out. After a kill the same
+    command goes on from its last checkpoint.
+    """
+    from probemon.adapters.bem import BemConfig, attach_bem
+    from probemon.adapters.bem.evaluation.held_out import measure
+    from probemon.adapters.bem.lessons import make_batches, split
+    from probemon.adapters.bem.losses import LossWeights
+    from probemon.adapters.bem.training import TrainSettings
+
+    kinds = tuple(kind.strip() for kind in sites.split(","))
+    named = {"form": form, "rank": rank, "sites": kinds, "layers": layers_of(layers), "level": level, "seed": seed}
+    others = other_settings(more or [])
+    if budget and (chosen := sorted({"terms" if form == "kronecker" else "rank", "width"} & set(others))):
+        raise ConfigError(
+            f"--budget chooses the size of codes and of the controller: leave --set {chosen[0]} out, or it"
+        )
+    config = BemConfig.from_dict({**named, **others})
+    check_sizes(most_tokens, batch)
+    if not 0 < held_out <= 0.8:
+        raise ConfigError(f"--held-out is {held_out}: give over 0, at most 0.8")
+    if not 0 < epochs < math.inf:
+        raise ConfigError(f"--epochs is {epochs}: give more than 0")
+    settings, weights = TrainSettings(n_steps=1, lr=lr, seed=seed), LossWeights(kl=kl)
+    check_budget(budget)
+    check_folder(out)
+    use_threads(threads)
+    rows = read(data)
+    shares = {"train": 1 - held_out - _CHOOSE, "choose": _CHOOSE, "test": held_out}
+    split(rows.documents, shares, seed=seed)  # too few show before the model is loaded
+    host, tokenizer = load_aloud(model, device, dtype)
+    config, n_trainable, n_host = solved(host, config, budget)
+    lessons, documents = rows.lessons(tokenizer, most_tokens)
+    parts = split(documents, shares, seed=seed)
+    pad = pad_of(tokenizer)
+    batches = {
+        name: [
+            {key: tensor.to(host.device) for key, tensor in one.items()}
+            for one in make_batches([lessons[i] for i in part], batch, pad)
+        ]
+        for name, part in parts.items()
+    }
+    n_steps = math.ceil(epochs * len(batches["train"]))
+    settings = TrainSettings(n_steps=n_steps, lr=lr, n_warmup=min(10, n_steps // 10), seed=seed)
+    from probemon.adapters.bem.course import Course
+
+    with attach_bem(host, config) as bem:
+        course = Course(
+            bem,
+            batches["train"],
+            settings,
+            out,
+            choose=batches["choose"],
+            weights=weights,
+            evaluate_every=evaluate_every,
+            patience=patience,
+            save_every=save_every,
+        )
+        _run(course, quiet=as_json)
+        with progress_bar("held out", total=len(parts["test"]), unit="row") as bar:
+            measured = measure(bem, batches["test"], [documents[i] for i in parts["test"]], bar.update)
+    told = {
+        "adapter": str(out),
+        "trainable": n_trainable,
+        "share_of_host": n_trainable / n_host,
+        "rows": {name: len(part) for name, part in parts.items()},
+        **{name: value for name, value in course.record().items() if name not in ("settings", "losses", "chosen_by")},
+        "held_out": as_dict(measured),
+    }
+    if as_json:
+        answer(told)
+        return
+    of_host = f"{n_trainable:,} trainable numbers, {100 * n_trainable / n_host:.2f} % of the host's {n_host:,}"
+    stopped = "stopped early" if course.stopped_early else "every step done"
+    say(
+        f"{out}: {size_of(config)} at {len(bem.sites)} sites, {of_host}",
+        f"{len(course.steps)} steps ({stopped}); the best is that after step {told['best_step'] + 1}",
+    )
+    say_measured(measured)
+
+
+def _run(course: Course, *, quiet: bool) -> None:
+    if course.n_resumed and not quiet:
+        say(f"going on from step {course.n_resumed}", error=True)
+    with progress_bar("train", total=course.settings.n_steps, unit="step", postfix=", loss {postfix}") as bar:
+        bar.update(course.n_resumed)
+        chosen_by = "-"
+        for step in course:
+            if step.chosen_by is not None:
+                chosen_by = f"{step.chosen_by:.4f}"
+            bar.set_postfix_str(f"{step.loss:.4f}, of those that choose {chosen_by}", refresh=False)
+            bar.update()
+    course.finish()
+
+
+def other_settings(given: list[str]) -> dict[str, Any]:
+    """Return settings by name, with values as JSON has them. Raises `ConfigError`."""
+    settings = dict[str, Any]()
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            if not equals or name in settings:
+                raise ValueError
+            parsed = loads(value)
+        except ValueError:
+            raise ConfigError(
+                f"--set is {text!r}: give NAME=VALUE, each once, as groups=9 or spectral_cap=null"
+            ) from None
+        settings[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    return settings
+
+
+def layers_of(text: str) -> tuple[int, ...] | None:
+    """Return layers as they are given, None for all. Raises `ConfigError`."""
+    if text == "all":
+        return None
+    layers = list[int]()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()) or len(part) > 20:
+            raise ConfigError(f"--layers is {text!r}: give numbers, as 8,12,16 or 20-29, or all")
+        begin, end = int(first), int(last or first)
+        if not 0 <= end - begin <= 10_000:
+            raise ConfigError(f"--layers is {text!r}: {part.strip()!r} goes down, or is too long")
+        layers += range(begin, end + 1)
+    return tuple(layers)
+
+
+def check_budget(budget: str) -> float | int | None:
+    """Return a budget, a share of the host as a float, None for none. Raises `ConfigError`."""
+    if not budget:
+        return None
+    try:
+        share = float(budget[:-1]) / 100 if budget.endswith("%") else int(budget)
+    except ValueError:
+        share = -1
+    if not share > 0 or (isinstance(share, float) and share > 1):
+        raise ConfigError(f"--budget is {budget!r}: give a number of trainable numbers, as 50000, or a share, as 2%")
+    return share
+
+
+def solved(host: Any, config: BemConfig, budget: str) -> tuple[BemConfig, int, int]:
+    """Return the config, made to the budget if there is one, its trainable numbers, and those of the host."""
+    from probemon.adapters.bem.evaluation.budget import n_trainable, solve
+
+    n_host, wanted = sum(parameter.numel() for parameter in host.parameters()), check_budget(budget)
+    if wanted is None:
+        return config, n_trainable(host, config), n_host
+    found = solve(host, config, int(wanted * n_host) if isinstance(wanted, float) else wanted)
+    return found.config, found.n_trainable, n_host
+
+
+def check_folder(out: Path) -> None:
+    """Raise `ConfigError` where an adapter's folder is something else already."""
+    from probemon.adapters.bem.course import CHECKPOINT
+
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out is {out}, which is no folder: give another name")
+    if out.is_dir() and any(out.iterdir()) and not (out / CHECKPOINT).exists():
+        raise ConfigError(f"--out is {out}, which is there, and is no unfinished training: give another name")

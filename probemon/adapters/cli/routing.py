@@ -1,0 +1,135 @@
+"""The command routing.
+
+probemon routing mixtral-folder --prompt "Tell me about whales."
+probemon routing mamba2-folder --states --prompt "Tell me about whales."
+probemon routing demo --bem adapter/ --prompt "Tell me about whales." --out routing.parquet
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from probemon.cli.common import chat_messages, check_generation, load_aloud, use_threads
+from probemon.cli.options import (
+    PROMPT,
+    Device,
+    Dtype,
+    JsonBesideView,
+    MaxNewTokens,
+    Model,
+    Plain,
+    Prompt,
+    Threads,
+)
+from probemon.cli.terminal import answer, terminal
+from probemon.errors import ConfigError
+from probemon.util.counted import counted
+
+if TYPE_CHECKING:
+    from probemon.adapters.routing import RoutingMonitor
+
+
+def routing(
+    model: Model,
+    prompt: Prompt = PROMPT,
+    max_new_tokens: MaxNewTokens = 48,
+    bem: Annotated[
+        Path | None, typer.Option(help="A BEM adapter to attach: the folder that its save_pretrained wrote.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where every decision is written: a name that ends with .jsonl or .parquet.")
+    ] = None,
+    states: Annotated[
+        bool,
+        typer.Option("--states", help="Follow the states of recurrent layers too: norm, growth, what is new in them."),
+    ] = False,
+    window: Annotated[int, typer.Option(help="Tokens of the smallest windows that alerts look at.")] = 256,
+    plain: Plain = False,
+    as_json: JsonBesideView = False,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Generate from MODEL and show where its routers send each token (experts, X-LoRA, BEM codes), and how far back the
+    states of its recurrent layers reach.
+
+    The demo model has neither: give it an adapter with --bem.
+    """
+    check_generation(prompt, max_new_tokens)
+    if out is not None and out.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--out is {out}: give a name that ends with .jsonl or .parquet")
+    if out is not None and os.path.lexists(out):
+        raise ConfigError(f"--out is {out}, which exists: give another name, or remove it first")
+    from probemon.adapters.cli.routing_view import LiveRouting, PlainRouting, summary
+    from probemon.adapters.routing import RoutingJsonLines, RoutingMonitor, RoutingParquet, RoutingSettings
+    from probemon.engine.kernels import check_device
+
+    check_device(device)
+    use_threads(threads)
+    RoutingSettings(window=window)  # what is wrong with it, or with the adapter, shows before the model is loaded
+    if bem is not None:
+        from probemon.adapters.bem import attach_bem
+        from probemon.adapters.bem.saved import read_saved
+
+        read_saved(bem)
+    sink = None if out is None else RoutingParquet(out) if out.suffix == ".parquet" else RoutingJsonLines(out)
+    host, tokenizer = load_aloud(model, device, dtype)
+    adapter = None if bem is None else attach_bem(host, bem)
+    monitor = RoutingMonitor(host, RoutingSettings(bem=adapter, states=states, window=window))
+    if sink is not None and not monitor.sources:
+        raise ConfigError(f"--out is for decisions of routers, and {model} has none: --json has what its layers keep")
+    console = terminal(soft_wrap=False, error=as_json)
+    view: PlainRouting | LiveRouting
+    if plain or not console.is_terminal:
+        view = PlainRouting(console)
+        n_layers = 0 if monitor.states is None else len(monitor.states.sites)
+        layers = f", {n_layers} recurrent layers" if n_layers else ""
+        console.print(f"{model}: {counted(len(monitor.sites) - n_layers, 'router')}{layers} watched; prompt: {prompt}")
+    else:
+        view = LiveRouting(console, title=f"{model} routing")
+    with view:
+        n_generated = _generate(host, tokenizer, prompt, max_new_tokens, monitor, view, sink)
+    report = monitor.report()
+    summary(console, report)
+    if as_json:
+        answer({"generated_tokens": n_generated, **report})
+
+
+def _generate(
+    host: Any, tokenizer: Any, prompt: str, max_new_tokens: int, monitor: RoutingMonitor, view: Any, sink: Any
+) -> int:
+    from transformers.generation.streamers import BaseStreamer
+
+    from probemon.monitor.stream import encode
+
+    class Ids(BaseStreamer):  # a token is put here before the forward that routes it
+        def __init__(self) -> None:
+            self.ids: list[int] = []
+
+        def put(self, value: Any) -> None:
+            self.ids += value.reshape(-1).tolist()
+
+        def end(self) -> None:
+            pass
+
+    encoded = encode(tokenizer, chat_messages(tokenizer, prompt))
+    inputs = {name: encoded[name].to(host.device) for name in ("input_ids", "attention_mask") if name in encoded}
+    streamer = Ids()
+
+    def token(position: int) -> str:
+        return str(tokenizer.decode([streamer.ids[position]]))
+
+    if monitor.sources:
+        monitor.listen(lambda placed, decisions, record: view.show(token, record, monitor.report))
+    elif monitor.states is not None:  # beside routers they are in the tables alone
+        monitor.states.listen(lambda row, placed, told: view.show_states(token, placed, told, monitor.report))
+    monitor.on_alert(view.show_alert)
+    with monitor:
+        if sink is not None:
+            monitor.add_sink(sink)
+        out = host.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+    return int(out.shape[1] - inputs["input_ids"].shape[1])

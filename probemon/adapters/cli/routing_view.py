@@ -1,0 +1,251 @@
+"""The live view of routing: the text so far, each router's entropies and load, what recurrent layers keep, alerts.
+
+with LiveRouting(console, title="...") as view:          # or PlainRouting, one line a token, for pipes
+    view.show(token, record, recorder.report)            # with every record; token: the text at a position
+    view.show_alert(alert)
+summary(console, recorder.report())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from probemon.adapters.routing.alerts import Alert
+from probemon.adapters.routing.decisions import BEM
+from probemon.adapters.routing.records import RoutingRecord
+from probemon.adapters.routing.recurrent.tally import Told
+from probemon.cli.live_view import printable
+from probemon.cli.terminal import harmless, plain_table
+from probemon.tracking.align import PlacedTokens
+from probemon.util.counted import counted
+
+_BAR = "▁▂▃▄▅▆▇█"
+_WIDE = 32  # bars of a load; more experts share them
+_ROUTERS = 3  # of one token, in a plain line
+# Heading, metric, and how it is written.
+_DISTRIBUTION = (
+    ("decision", "decision_entropy", ".2f"), ("marginal", "marginal_entropy", ".2f"),
+    ("MI", "mutual_information", ".2f"),
+    ("experts", "effective_experts", ".1f"), ("flips", "flip_rate", ".2f"), ("MaxVio", "max_vio", ".2f"),
+)  # fmt: skip
+_CODES = (
+    ("rank", "effective_rank", ".1f"), ("varies", "variation", ".2f"), ("norm", "code_norm", ".2f"),
+    ("sure", "confidence", ".2f"),
+    ("flips", "flip_rate", ".2f"), ("reused", "code_reuse_rate", ".1%"),
+)  # fmt: skip
+# Of recurrent layers, in tokens or as shares; and what is known where states are followed.
+_STATES = (
+    ("half-life", "half_life_p50", ".3g"), ("holds", "length_mean", ".1f"), ("step", "delta_p50", ".3g"),
+    ("forgets", "forgets", ".1%"), ("keeps", "keeps", ".1%"), ("at limit", "at_limit", ".1%"),
+    ("resets", "resets", "d"),
+)  # fmt: skip
+_FOLLOWED = (("norm", "norm", ".3g"), ("new", "update_share", ".2f"), ("rank", "effective_rank", ".1f"))
+Report = Callable[[], Mapping[str, Any]]
+Token = Callable[[int], str]
+
+
+class PlainRouting:
+    """One line a token, no control characters: for pipes and logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> PlainRouting:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
+        """Print a line for each token: what the first routers chose, with their weights and entropy."""
+        decisions = list(record.lines())
+        for position in sorted({line["pos_start"] for line in decisions}):
+            lines = [line for line in decisions if line["pos_start"] == position]
+            parts = [_decision(line) for line in lines[:_ROUTERS]]
+            if len(lines) > _ROUTERS:
+                parts.append(f"and {len(lines) - _ROUTERS} more routers")
+            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+
+    def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
+        """Print a line for each token: how many tokens the first recurrent layers hold, and where they forgot all."""
+        for i, position in enumerate(placed.columns.tolist()):
+            parts = [part for names, of_layers in told.items() for part in _reaches(names.split(), of_layers, i)]
+            if len(parts) > _ROUTERS:
+                parts = [*parts[:_ROUTERS], f"and {len(parts) - _ROUTERS} more layers"]
+            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+
+    def show_alert(self, alert: Alert) -> None:
+        """Print an alert that was raised or cleared, in a line of its own."""
+        self._print(f"alert: {alert}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(harmless(line)), soft_wrap=True)
+
+
+class LiveRouting:
+    """The text so far, below it a table of routers, below that the costs and the alerts that hold."""
+
+    def __init__(self, console: Console, *, title: str) -> None:
+        self._console, self._title = console, Text(harmless(title))
+        self._text = ""
+        self._shown: set[int] = set()
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> LiveRouting:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
+        """Show what is known now, with the text to the newest token."""
+        positions = {int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)}
+        for position in sorted(positions - self._shown):
+            self._shown.add(position)
+            self._text += harmless(token(position), keep="\n")
+        self._live.update(self.render(report()), refresh=True)
+
+    def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
+        """Show what is known now, with the text to the newest token."""
+        self._text += "".join(harmless(token(position), keep="\n") for position in placed.columns.tolist())
+        self._live.update(self.render(report()), refresh=True)
+
+    def show_alert(self, alert: Alert) -> None:
+        """Do nothing: the report that is shown next has it."""
+
+    def render(self, report: Mapping[str, Any]) -> RenderableType:
+        """Return the frame: the end of the text, and as many routers as there are lines for."""
+        columns = max(20, self._console.width - 4)
+        tail = Text(self._text[-3 * columns :])
+        n_lines = len(tail.wrap(self._console, columns))
+        room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
+        watched = [*tables(report["streams"], room), *state_table(report["states"], room)]
+        return Panel(
+            Group(tail, Text(), *watched, Text(), *_foot(report)),
+            title=self._title,
+            title_align="left",
+            border_style="dim",
+        )
+
+
+def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
+    """Return a table of the routers that choose experts and one of those that give codes, at most `room` in each."""
+    parts: list[RenderableType] = []
+    broken = (("not finite", "n_not_finite", "d"),) if any(stream.get("n_not_finite") for stream in streams) else ()
+    for columns, routers, bars in (
+        (_DISTRIBUTION + broken, [s for s in streams if s["source"] != BEM], ("load", "load")),
+        (_CODES + broken, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
+    ):
+        if not routers:
+            continue
+        table = plain_table()
+        table.add_column("router", no_wrap=True)
+        for heading, *_ in columns:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(bars[0], overflow="ellipsis")  # gives way where there is no room: numbers that are cut lie
+        for stream in routers[:room]:
+            values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
+            table.add_row(
+                Text(harmless(f"{stream['site']} {stream['level']}".strip())), *values, load_bars(stream[bars[1]])
+            )
+        parts.append(table)
+        if len(routers) > room:
+            parts.append(Text(f"and {len(routers) - room} more routers", style="dim"))
+    return parts
+
+
+def state_table(states: Mapping[str, Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
+    """Return a table of the recurrent layers, at most `room` of them; none where there are none."""
+    if not states:
+        return []
+    broken = (("not finite", "n_not_finite", "d"),) if any(told["n_not_finite"] for told in states.values()) else ()
+    followed = _FOLLOWED if any("norm" in told for told in states.values()) else ()
+    columns = (*_STATES, *followed, *broken)
+    table = plain_table()
+    table.add_column("layer", no_wrap=True)
+    for heading, *_ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, told in list(states.items())[:room]:
+        values = [format(told[key], style) if told.get(key) is not None else "-" for _, key, style in columns]
+        table.add_row(Text(harmless(name)), *values)
+    more = [Text(f"and {len(states) - room} more layers", style="dim")] if len(states) > room else []
+    return [table, *more]
+
+
+def _reaches(names: Sequence[str], told: Told, i: int) -> list[str]:
+    lengths, resets = told.length[:, i].mean(dim=-1).tolist(), told.resets[:, i].tolist()
+    return [
+        f"{name} holds {length:.1f}{', reset' if reset else ''}"
+        for name, length, reset in zip(names, lengths, resets, strict=True)
+    ]
+
+
+def load_bars(load: Sequence[float]) -> Text:
+    """Return a bar for each expert: a full one for twice the mean load or more, a dot for none.
+
+    Where there are more than 32 experts, a bar is the mean of several.
+    """
+    n = min(_WIDE, len(load))
+    groups = [load[i * len(load) // n : (i + 1) * len(load) // n] for i in range(n)]
+    means = [sum(group) / len(group) for group in groups]
+    whole = sum(load) / len(load)
+    text = Text()
+    for mean in means:
+        level = min(7, int(4 * mean / whole)) if whole else 0
+        text.append(_BAR[level] if mean else "·", style="red" if not mean else "yellow" if level == 7 else "cyan")
+    return text
+
+
+def summary(console: Console, report: Mapping[str, Any]) -> None:
+    """Print every router, the costs and the alerts."""
+    for part in (*tables(report["streams"]), *state_table(report["states"]), *_foot(report)):
+        console.print(part, soft_wrap=True)
+
+
+def _foot(report: Mapping[str, Any]) -> list[Text]:
+    times = (
+        ", ".join(f"{name} {value:.1f}" for name, value in report["latency_us"].items() if value is not None) or "none"
+    )
+    line = (
+        f"{counted(report['n_tokens'], 'token')}, {report['n_unseen']} unseen; capture of a decision, us:"
+        f" {times}; memory at most"
+        f" {report['memory_watermark_bytes'] / 1e6:.0f} MB"
+    )
+    alerts = [Text(harmless(alert), style="bold red") for alert in report["alerts"]] or [
+        Text("no alert", style="dim" if report["unjudged"] else "green")
+    ]
+    if report["unjudged"]:  # no alert is no news while nothing could be seen
+        needed = ", ".join(
+            f"{kind} ({counted(n, 'token')})"
+            for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1])
+        )
+        alerts.append(Text(f"too few tokens that count yet for {needed}", style="yellow"))
+    return [Text(line, style="dim"), *alerts]
+
+
+def _decision(line: Mapping[str, Any]) -> str:
+    weights = ["not finite" if weight is None else f"{weight:.2f}" for weight in line["top_w"]]
+    if line["top_position"] is None:
+        parts = [f"{expert} ({weight})" for expert, weight in zip(line["top_idx"], weights, strict=True)]
+    else:  # of memory slots: which token is being read
+        held = zip(line["top_idx"], line["top_position"], line["top_token"], weights, strict=True)
+        parts = [
+            f"slot {slot}: token {token} at {position} ({weight})" if position >= 0 else f"nothing ({weight})"
+            for slot, position, token, weight in held
+            if weight != "0.00"
+        ]
+    entropy = "" if line["h_decision"] is None else f", entropy {line['h_decision']:.2f}"
+    return (
+        f"{line['site']} {line['level']}".strip()
+        + f" {', '.join(parts)}{entropy}{', reused' if line['reused'] else ''}"
+    )

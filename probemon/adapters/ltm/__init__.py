@@ -1,0 +1,39 @@
+"""A host with long-term memory slots, whose memory can be watched: what is written, kept and read.
+
+    from probemon.adapters.ltm import LtmConfig, LtmForCausalLM, attach_memory, recall_host
+
+    model = recall_host()                           # the trained host that comes with probemon
+    out = model.generate(ids, return_dict_in_generate=True)
+    model.get_memory_stats()                        # what its slots hold and how they are read
+    with attach_memory(other_model, layer=1):       # a memory on a decoder layer of another host
+        ...
+
+Once this is imported, `AutoModelForCausalLM` and `AutoConfig` know the type "probemon_ltm".
+"""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from probemon.adapters.ltm.attached import AttachedMemory, attach_memory
+from probemon.adapters.ltm.cache import memory_of
+from probemon.adapters.ltm.config import LtmConfig
+from probemon.adapters.ltm.model import LtmForCausalLM, LtmModel
+from probemon.adapters.ltm.saved import export_memory, import_memory
+from probemon.adapters.ltm.shipped import recall_host
+
+__all__ = [
+    "AttachedMemory",
+    "LtmConfig",
+    "LtmForCausalLM",
+    "LtmModel",
+    "attach_memory",
+    "export_memory",
+    "import_memory",
+    "memory_of",
+    "recall_host",
+]
+
+AutoConfig.register(LtmConfig.model_type, LtmConfig, exist_ok=True)
+AutoModel.register(LtmConfig, LtmModel, exist_ok=True)
+AutoModelForCausalLM.register(LtmConfig, LtmForCausalLM, exist_ok=True)

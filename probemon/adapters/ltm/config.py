@@ -1,0 +1,123 @@
+"""LtmConfig: the sizes of a host with memory slots, and MemoryShape, those of its memory alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from probemon.errors import ConfigError
+from probemon.util.checks import check_count, check_number
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """The sizes of one memory, and how it writes and forgets.
+
+    - `hidden_size`: of the states that it reads and is added to.
+    - `memory_dim`: of keys and values.
+    - `slots`: how many a row has.
+    - `segment`: real tokens after which it is written.
+    - `compression`: the share of a segment's tokens that may be written.
+    - `adaptive_mass`: where it is under 1, only as many tokens as hold this share of the segment's gate are written.
+    - `decay`: what a slot's strength is multiplied by with every segment.
+    - `detach_every`: after so many segments no gradient goes further back; 0 for never.
+    """
+
+    hidden_size: int
+    memory_dim: int = 24
+    slots: int = 40
+    segment: int = 12
+    compression: float = 0.67
+    adaptive_mass: float = 1.0
+    decay: float = 1.0
+    detach_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "memory_dim", "slots", "segment"):
+            check_count(name, getattr(self, name), least=1)
+        check_count("detach_every", self.detach_every)
+        for name in ("compression", "adaptive_mass", "decay"):
+            check_number(
+                name, getattr(self, name), low=0, high=1, open_low=True, remedy="give more than 0 and at most 1"
+            )
+
+    @property
+    def most_written(self) -> int:
+        """The most tokens of a segment that are written."""
+        return min(self.slots, max(1, int(self.compression * self.segment + 1e-9)))
+
+
+class LtmConfig(PretrainedConfig):
+    """Settings of `LtmForCausalLM`: a small decoder whose attention sees a window, with a memory on some layers.
+
+    `memory_layers`: the layers with a memory; None for the last one, () for none, which leaves the window alone.
+    `sliding_window`: how many tokens attention sees, the token itself among them. For the other settings of a memory
+    see `MemoryShape`.
+    """
+
+    model_type = "probemon_ltm"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 64,
+        hidden_size: int = 48,
+        intermediate_size: int = 96,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 4,
+        sliding_window: int = 8,
+        rope_theta: float = 10_000.0,
+        rms_norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        memory_layers: Any = None,
+        memory_slots: int = 40,
+        memory_dim: int = 24,
+        segment_size: int = 12,
+        compression: float = 0.67,
+        adaptive_mass: float = 1.0,
+        decay: float = 1.0,
+        detach_every: int = 0,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        sizes = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+        }
+        for name, value in sizes.items():
+            setattr(self, name, check_count(name, value, least=1))
+        self.sliding_window = check_count("sliding_window", sliding_window, least=2)
+        if hidden_size % (2 * num_attention_heads):
+            raise ConfigError(
+                f"hidden_size is {hidden_size}, num_attention_heads {num_attention_heads}: each head needs an even"
+                " number of dimensions, so give a hidden size that is a multiple of twice the heads"
+            )
+        layers = [num_hidden_layers - 1] if memory_layers is None else list(memory_layers)
+        for layer in layers:
+            check_count("memory_layers", layer, most=num_hidden_layers - 1, remedy="name layers of the host, from 0")
+        self.memory_layers = layers
+        self.rope_theta, self.rms_norm_eps = rope_theta, rms_norm_eps
+        self.initializer_range = initializer_range
+        self.memory_slots, self.memory_dim, self.segment_size = memory_slots, memory_dim, segment_size
+        self.compression, self.adaptive_mass, self.decay = compression, adaptive_mass, decay
+        self.detach_every, self.use_cache = detach_every, use_cache
+        self.memory_shape()  # raises for what it refuses
+        super().__init__(**kwargs)
+
+    def memory_shape(self) -> MemoryShape:
+        """Return the sizes of each memory."""
+        return MemoryShape(
+            self.hidden_size,
+            self.memory_dim,
+            self.memory_slots,
+            self.segment_size,
+            self.compression,
+            self.adaptive_mass,
+            self.decay,
+            self.detach_every,
+        )

@@ -1,0 +1,338 @@
+"""LtmForCausalLM: a small decoder whose attention sees a window, with memory slots on some of its layers.
+
+    model = LtmForCausalLM(LtmConfig(vocab_size=64))
+    model.generate(ids)                             # every decoding mode that takes no token back
+    model.get_memory_stats()                        # of the memory after the newest forward
+
+It is a host to be watched, small enough to be trained in minutes. It claims no quality as a language model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from probemon.adapters.ltm.cache import NO_BATCHES, PACKED, memory_layer, memory_of, padding_before
+from probemon.adapters.ltm.config import LtmConfig
+from probemon.adapters.ltm.memory import SlotMemory
+from probemon.adapters.ltm.state import MemoryState
+from probemon.adapters.ltm.stats import stats_of
+from probemon.errors import ConfigError, NotSupportedDecoding
+
+
+class LtmRMSNorm(nn.Module):
+    """Root mean square normalisation."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class LtmAttention(nn.Module):
+    """Attention with rotary positions."""
+
+    def __init__(self, config: LtmConfig) -> None:
+        super().__init__()
+        self.config, self.n_heads = config, config.num_attention_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, layer: Any) -> Tensor:
+        """Attend from `hidden [B, T, D]` to the window that `mask [B, 1, T, S]` leaves."""
+        b, t, d = hidden.shape
+        query, key, value = self.qkv_proj(hidden).view(b, t, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        query, key = _rotated(query, *rotation), _rotated(key, *rotation)
+        if layer is not None:
+            key, value = layer.update(key, value)
+        if self.config._attn_implementation == "eager":
+            logits = (query @ key.transpose(2, 3)).float() * query.shape[-1] ** -0.5
+            attended = logits.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
+        else:
+            attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.o_proj(attended.transpose(1, 2).reshape(b, t, d))
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class LtmMlp(nn.Module):
+    """Gated feed-forward block."""
+
+    def __init__(self, config: LtmConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Apply it at every token."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class LtmDecoderLayer(GradientCheckpointingLayer):
+    """Attention, a memory on some layers, feed-forward."""
+
+    def __init__(self, config: LtmConfig, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.input_layernorm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LtmAttention(config)
+        self.memory: SlotMemory | None = None
+        if number in config.memory_layers:
+            self.memory_layernorm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.memory = SlotMemory(config.memory_shape())
+        self.post_attention_layernorm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LtmMlp(config)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor,
+        valid: Tensor,
+        ids: Tensor | None = None,
+        layer: Any = None,
+    ) -> Tensor:
+        """Return the stream after this layer; `layer` of the cache is brought up to date."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, mask, layer)
+        if self.memory is not None:
+            state = None if layer is None else layer.memory
+            remembered = self.memory(self.memory_layernorm(hidden), state, valid, ids, hidden)
+            if layer is not None:
+                layer.memory = remembered.state
+            hidden = hidden + remembered.update
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class LtmPreTrainedModel(PreTrainedModel):
+    """What both classes share: how weights begin, and what transformers may do with them."""
+
+    config_class = LtmConfig
+    config: LtmConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LtmDecoderLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+    _is_stateful = True  # a memory takes no token back, so generate() refuses an assistant
+
+    @torch.no_grad()
+    def _init_weights(self, module: Any) -> None:
+        """Normal weights, zero biases; a memory begins sharp, with nothing said by surprise."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            # torch's own start of a linear layer is what a layer this narrow needs.
+            std = module.weight.shape[1] ** -0.5 if isinstance(module, nn.Linear) else self.config.initializer_range
+            nn.init.normal_(module.weight, 0.0, std)
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, nn.Parameter):
+                nn.init.zeros_(bias)
+        elif isinstance(module, LtmRMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, SlotMemory):
+            nn.init.constant_(module.log_sharpness, 10.0).log_()
+            nn.init.zeros_(module.null_logit)
+            nn.init.zeros_(module.surprise_weight)
+
+
+class LtmModel(LtmPreTrainedModel):
+    """The decoder: embeddings, layers, a norm."""
+
+    def __init__(self, config: LtmConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LtmDecoderLayer(config, number) for number in range(config.num_hidden_layers))
+        self.norm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.newest: dict[int, MemoryState] = {}  # the memories after the newest forward in which none learned
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embeddings of tokens."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Put other embeddings in."""
+        self.embed_tokens = value  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run T tokens of B rows. Raises `NotSupportedDecoding` for masks, positions and caches it cannot follow."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ConfigError("give either input_ids or inputs_embeds")
+        if output_attentions:
+            raise NotSupportedDecoding(
+                "output_attentions is not supported: what a memory reads is in get_memory_stats() and in the records of"
+                " routing (docs/memory-hosts.md)"
+            )
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        b, t, _ = hidden.shape
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.training and any(layer.gradient_checkpointing for layer in self.layers):
+            use_cache = False  # a layer that runs again would write again
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache(config=self.config)
+        layers: list[Any] = [None] * len(self.layers)
+        n_past = 0
+        if past_key_values is not None:
+            layers = [memory_layer(past_key_values, number) for number in range(len(self.layers))]
+            n_past = layers[0].get_seq_length()
+        known = None if layers[0] is None else layers[0].padding
+        padding = padding_before(attention_mask, known, b, n_past, t, hidden.device)
+        columns = n_past + torch.arange(t, device=hidden.device)
+        positions = columns - padding[:, None]
+        valid = positions >= 0
+        _check_positions(position_ids, positions, valid)
+        for layer in layers:
+            if layer is not None:
+                layer.padding = padding
+        window = self.config.sliding_window
+        keys = torch.arange(max(0, n_past - window + 1), n_past + t, device=hidden.device)
+        near = (keys <= columns[:, None]) & (keys > columns[:, None] - window)
+        real = keys >= padding[:, None]
+        # Padding sees itself: attention over nothing is not a number.
+        mask = near & (real[:, None] | (keys == columns[:, None]))
+        rotation = self._rotation(positions.clamp_min(0), hidden.dtype)
+        states = [hidden]
+        for block, layer in zip(self.layers, layers, strict=True):
+            hidden = block(hidden, rotation, mask[:, None], valid, input_ids, layer)
+            states.append(hidden)
+        hidden = self.norm(hidden)
+        if not self.training:
+            self.newest = memory_of(past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*states[:-1], hidden) if output_hidden_states else None,
+        )
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        size = self.config.hidden_size // self.config.num_attention_heads
+        steps = torch.arange(0, size, 2, device=positions.device).float() / size
+        angles = positions[:, None, :, None].float() * self.config.rope_theta**-steps
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head."""
+
+    def __init__(self, config: LtmConfig) -> None:
+        super().__init__(config)
+        self.model = LtmModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Put another head in."""
+        self.lm_head = new_embeddings  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits `[B, T, V]`, and the loss where there are labels."""
+        output = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, here and for `generate_batch`: requests that share a row would share its memory."""
+        raise NotSupportedDecoding(NO_BATCHES)
+
+    # -- the memory ------------------------------------------------------------------------------
+
+    @property
+    def memories(self) -> dict[int, SlotMemory]:
+        """The memory modules, by layer."""
+        return {layer.number: layer.memory for layer in self.model.layers if layer.memory is not None}
+
+    def get_memory_stats(self, past_key_values: Any = None) -> dict[str, Any]:
+        """Return what the memory holds and how it is read, of a cache or after the newest forward.
+
+        `utilization` and every metric of docs/memory-hosts.md as means over rows and layers, and under `memories` each
+        row of each layer. A `row` is one of that forward: after `generate` with beams a hypothesis, and where a text
+        ended early, the text with the padding that it went on with. Raises `ConfigError` where there is none yet.
+        """
+        states = self.model.newest if past_key_values is None else memory_of(past_key_values)
+        return stats_of(states, self.memories)
+
+    def reduce_slots(self, n_slots: int, past_key_values: Any = None) -> None:
+        """Keep the strongest slots of each row of a cache; without one, give new memories so many."""
+        self._resize(n_slots, past_key_values, lambda state: state.reduced(n_slots, self.config.decay))
+
+    def grow_slots(self, n_slots: int, past_key_values: Any = None) -> None:
+        """Add empty slots to each row of a cache, up to so many; without one, give new memories so many."""
+        self._resize(n_slots, past_key_values, lambda state: state.grown(n_slots))
+
+    def _resize(self, n_slots: int, cache: Any, resized: Any) -> None:
+        if cache is not None:
+            for number in memory_of(cache):
+                layer = memory_layer(cache, number)
+                layer.memory = resized(layer.memory)
+            self.model.newest = memory_of(cache)
+            return
+        self.config.memory_slots = n_slots
+        shape = self.config.memory_shape()
+        for memory in self.memories.values():
+            memory.shape = shape
+
+
+def _check_positions(given: Tensor | None, positions: Tensor, valid: Tensor) -> None:
+    """Raise `NotSupportedDecoding` for positions that begin again within a row."""
+    if given is None:
+        return
+    given = given.to(positions.device).expand_as(positions) if given.dim() == 2 else given[None].expand_as(positions)
+    if not bool(((given == positions) | ~valid).all()):
+        raise NotSupportedDecoding(PACKED)

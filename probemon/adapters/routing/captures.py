@@ -1,0 +1,46 @@
+"""Captures: what router sites give, read with the time that it takes, and brought to the host as arrays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.adapters.routing.decisions import Singles
+from probemon.host.site import Site
+
+
+def timed(site: Site, reading: Any) -> Site:
+    """Return the site such that `reading.seconds` adds up the time that reading takes."""
+
+    def read(output: Any) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return site.read(output)
+        begin = time.perf_counter()
+        state = site.read(output)
+        reading.seconds = getattr(reading, "seconds", 0.0) + time.perf_counter() - begin
+        return state
+
+    return replace(site, read=read)
+
+
+def to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], dict[str, Singles]]:
+    """Return states as arrays; for those on a GPU, return what waits for the arrays and returns them."""
+    device = next((x.device for x in states.values() if x.is_cuda), None)
+    if device is None:
+        return {site: x.detach().float().cpu().numpy() for site, x in states.items()}
+    joined = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)  # one copy for all sites
+    pinned = torch.empty(joined.shape, dtype=torch.float32, device="cpu", pin_memory=True)
+    copy = pinned.copy_(joined, non_blocking=True)
+    arrived = torch.cuda.current_stream(device).record_event()
+
+    def wait() -> dict[str, Singles]:
+        arrived.synchronize()
+        parts = copy.split([x.shape[1] for x in states.values()], dim=1)
+        return {site: part.numpy() for site, part in zip(states, parts, strict=True)}
+
+    return wait

@@ -1,0 +1,314 @@
+"""How long forwards, controllers and tokens take, and alerts where a stated limit is passed or memory jumps.
+
+    with RoutingMonitor(model, bem=bem, limits=(LatencyLimit("token", 0.2),)) as monitor:
+        model.generate(**inputs)
+    monitor.report()["seconds"]["token"]                  # {"n": 47, "p50": 0.041, "p95": 0.055, "p99": 0.061}
+
+Three kinds of durations, by the clock of the thread that runs the host, which on a GPU does not wait for it:
+
+- `forward`: a forward of the host, our hooks in it included
+- `controller`: a BEM adapter's controller, in a forward
+- `token`: from one generated token to the next, whatever is done between; it waits for the GPU, as sampling does.
+  Where drafts are accepted several come at once, and share the time.
+
+A forward inside compiled code is not seen. Memory is asked for after every `MemorySpike.every` forwards.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from probemon.adapters.routing.alerts import Alert
+from probemon.adapters.routing.sketch import LogSketch
+from probemon.adapters.routing.statistics import QUANTILES
+from probemon.adapters.routing.tally import Memory
+from probemon.errors import ConfigError
+from probemon.tracking.watched_threads import WatchedThreads
+from probemon.util.checks import LARGEST, check_count, check_number
+
+KINDS = ("forward", "controller", "token")
+SPIKE = "memory spike"
+# Upper ends of the buckets that Prometheus gets: factors of two from 50 us to 105 s.
+BUCKETS = tuple(5e-5 * 2**i for i in range(22))
+
+
+@dataclass(frozen=True)
+class LatencyLimit:
+    """Alert where a quantile of durations of `kind` is over `seconds`, in `in_a_row` windows of `window` durations.
+
+    It is over after as many windows under `clear_seconds`, by default four fifths of `seconds`. Raises `ConfigError`.
+    """
+
+    kind: str
+    seconds: float
+    quantile: float = 0.95
+    clear_seconds: float | None = None
+    window: int = 50
+    in_a_row: int = 2
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"a latency limit's kind is {self.kind!r}: give one of {', '.join(KINDS)}")
+        remedy = "give a number over 0"
+        check_number("seconds", self.seconds, low=0, high=LARGEST, open_low=True, remedy=remedy)
+        check_number("quantile", self.quantile, low=0, high=1, open_low=True, open_high=True, remedy="give 0.95, say")
+        clear = self.seconds * 0.8 if self.clear_seconds is None else self.clear_seconds
+        remedy = f"give a number over 0 and under seconds ({self.seconds}), else it flaps"
+        check_number("clear_seconds", clear, low=0, high=self.seconds, open_low=True, open_high=True, remedy=remedy)
+        object.__setattr__(self, "clear_seconds", clear)
+        for name in ("window", "in_a_row"):
+            check_count(name, getattr(self, name), least=1, remedy="give 1 or more")
+
+    @property
+    def alert(self) -> str:
+        """What its alerts are called."""
+        return f"slow {self.kind}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySpike:
+    """Alert where memory in use is `rise` times the median of the last `window` looks, and `least_bytes` more.
+
+    It is over once the use is under `clear` times that median. A level that stays becomes the median: levels have a
+    rule of their own (`memory_share`). A look is taken after every `every` forwards. Raises `ConfigError`.
+    """
+
+    rise: float = 1.5
+    clear: float = 1.25
+    least_bytes: int = 64 << 20
+    window: int = 32
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        remedy = "give a number over 1"
+        check_number("rise", self.rise, low=1, high=LARGEST, open_low=True, remedy=remedy)
+        remedy = f"give 1 or more, and less than rise ({self.rise}), else it flaps"
+        check_number("clear", self.clear, low=1, high=self.rise, open_high=True, remedy=remedy)
+        check_count("least_bytes", self.least_bytes, remedy="give 0 or more")
+        check_count("window", self.window, least=3, remedy="give 3 or more")
+        check_count("every", self.every, least=1, remedy="give 1 or more")
+
+
+class Durations:
+    """Durations of one kind: quantiles of all, counts by bucket, and the limits that they are held to."""
+
+    def __init__(self, kind: str, limits: Sequence[LatencyLimit]) -> None:
+        self.kind, self.sketch = kind, LogSketch()
+        self.counts, self.total = [0] * (len(BUCKETS) + 1), 0.0
+        self._limits = [_Held(limit) for limit in limits if limit.kind == kind]
+
+    def add(self, seconds: float, count: int = 1) -> list[Alert]:
+        """Add a duration that came `count` times; return the alerts that are raised or cleared."""
+        seconds = max(0.0, seconds)
+        self.sketch.add(seconds, count)
+        self.counts[bisect.bisect_left(BUCKETS, seconds)] += count
+        self.total += seconds * count
+        alerts: list[Alert] = []
+        for held in self._limits:
+            for _ in range(count):
+                alerts += held.add(seconds, self.sketch.n)
+        return alerts
+
+    @property
+    def raised(self) -> list[Alert]:
+        """The alerts that hold now."""
+        return [held.raised for held in self._limits if held.raised is not None]
+
+    def report(self) -> dict[str, Any]:
+        """Return how many there were, and their quantiles, None where there is none."""
+        n = self.sketch.n
+        return {"n": n, **{name: self.sketch.quantile(q) if n else None for name, q in QUANTILES.items()}}
+
+
+class _Held:
+    """A limit, and the window that it is in."""
+
+    def __init__(self, limit: LatencyLimit) -> None:
+        self.limit = limit
+        self.raised: Alert | None = None
+        self._window: list[float] = []
+        self._streak = 0
+
+    def add(self, seconds: float, at: int) -> list[Alert]:
+        limit = self.limit
+        self._window.append(seconds)
+        if len(self._window) < limit.window:
+            return []
+        value = float(np.quantile(self._window, limit.quantile, method="higher"))
+        self._window = []
+        assert limit.clear_seconds is not None
+        past = value > limit.seconds if self.raised is None else value < limit.clear_seconds
+        self._streak = self._streak + 1 if past else 0
+        if self._streak < limit.in_a_row:
+            return []
+        self._streak = 0
+        raised = self.raised is None
+        metric = f"{limit.kind}_p{100 * limit.quantile:g}_seconds"
+        alert = Alert(raised, limit.alert, metric, None, value, limit.seconds if raised else limit.clear_seconds, at)
+        self.raised = alert if raised else None
+        return [alert]
+
+
+class Spikes:
+    """Memory in use beside its running median."""
+
+    def __init__(self, rule: MemorySpike) -> None:
+        self.rule = rule
+        self.raised: Alert | None = None
+        self._looks: deque[int] = deque(maxlen=rule.window)
+
+    @property
+    def median(self) -> float:
+        """Of the looks so far, NaN before the first."""
+        return statistics.median(self._looks) if self._looks else math.nan
+
+    def add(self, used: int, at: int) -> list[Alert]:
+        """Add a look; return the alert that it raises or clears. The first looks, a quarter of a window, raise none."""
+        rule, median = self.rule, self.median
+        enough = len(self._looks) >= max(3, rule.window // 4)
+        self._looks.append(used)
+        if not enough:
+            return []
+        if self.raised is None:
+            if used <= rule.rise * median or used - median < rule.least_bytes:
+                return []
+            self.raised = Alert(True, SPIKE, "memory_bytes", None, float(used), rule.rise * median, at)
+            return [self.raised]
+        if used >= rule.clear * median:
+            return []
+        self.raised = None
+        return [Alert(False, SPIKE, "memory_bytes", None, float(used), rule.clear * median, at)]
+
+
+class Latencies:
+    """Durations and memory of a host while it is attached; `report(alerts)` is called with what is raised or cleared.
+
+    `controller`: of a BEM adapter, or None.
+    """
+
+    def __init__(
+        self,
+        host: nn.Module,
+        controller: nn.Module | None,
+        limits: Sequence[LatencyLimit],
+        spike: MemorySpike | None,
+        memory: Memory,
+        report: Callable[[list[Alert]], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._modules = {"forward": host, "controller": controller}
+        self.kinds = {kind: Durations(kind, limits) for kind in KINDS if kind != "controller" or controller is not None}
+        self.limits = tuple(limits)
+        for limit in limits:
+            if limit.kind not in self.kinds:
+                raise ConfigError("a latency limit is for the controller, and no BEM adapter is watched: give bem=")
+        self.spikes = None if spike is None else Spikes(spike)
+        self._memory, self._report, self._clock = memory, report, clock
+        self._begun, self._lock, self._stack = threading.local(), threading.Lock(), ExitStack()
+        self._n_forwards, self._threads = 0, WatchedThreads(one_thread=False)
+        self._last: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+    def attach(self, *, one_thread: bool = False) -> None:
+        """Put its hooks on the modules. `one_thread`: what the calling thread runs is measured alone."""
+        self._threads = WatchedThreads(one_thread)
+        self._threads.attach()
+        with ExitStack() as stack:
+            for kind, module in self._modules.items():
+                if module is not None:
+                    stack.callback(module.register_forward_pre_hook(_before(self, kind)).remove)
+                    stack.callback(module.register_forward_hook(_after(self, kind)).remove)
+            self._stack = stack.pop_all()
+
+    def detach(self) -> None:
+        """Take them off."""
+        self._stack.close()
+
+    def tokens(self, recording: Any, n: int) -> None:
+        """Note that a generation has come on by `n` tokens of each row; 0 for its prompt."""
+        now, last = self._clock(), self._last.get(recording)
+        self._last[recording] = now
+        if n and last is not None:
+            self._add("token", (now - last) / n, n)
+
+    @property
+    def raised(self) -> list[Alert]:
+        """The alerts that hold now."""
+        with self._lock:
+            spike = self.spikes.raised if self.spikes is not None else None
+            slow = [alert for durations in self.kinds.values() for alert in durations.raised]
+            return [*slow, *([] if spike is None else [spike])]
+
+    @property
+    def alert_kinds(self) -> set[str]:
+        """What its alerts may be called."""
+        return {limit.alert for limit in self.limits} | ({SPIKE} if self.spikes is not None else set())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every kind's count and quantiles, for JSON."""
+        with self._lock:
+            return {kind: durations.report() for kind, durations in self.kinds.items()}
+
+    def histograms(self) -> dict[str, tuple[list[int], float]]:
+        """Return by kind how many durations each of `BUCKETS` holds, and one more for those beyond, and their sum."""
+        with self._lock:
+            return {kind: (list(durations.counts), durations.total) for kind, durations in self.kinds.items()}
+
+    def _begin(self, kind: str) -> None:
+        if self._threads.in_other:
+            return
+        setattr(self._begun, kind, self._clock())
+
+    def _end(self, kind: str) -> None:
+        begun = getattr(self._begun, kind, None)
+        if begun is None:
+            return
+        setattr(self._begun, kind, None)
+        self._add(kind, self._clock() - begun, 1)
+        if kind == "forward" and self.spikes is not None:
+            with self._lock:
+                self._n_forwards += 1
+                n = self._n_forwards
+            if n % self.spikes.rule.every == 0:
+                used, _ = self._memory()
+                with self._lock:
+                    alerts = self.spikes.add(used, n)
+                self._tell(alerts)
+
+    def _add(self, kind: str, seconds: float, n: int) -> None:
+        with self._lock:
+            alerts = self.kinds[kind].add(seconds, n)
+        self._tell(alerts)
+
+    def _tell(self, alerts: list[Alert]) -> None:
+        if alerts:
+            self._report(alerts)
+
+
+def _before(latencies: Latencies, kind: str) -> Callable[..., None]:
+    def begin(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            latencies._begin(kind)
+
+    return begin
+
+
+def _after(latencies: Latencies, kind: str) -> Callable[..., None]:
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            latencies._end(kind)
+
+    return end

@@ -1,0 +1,226 @@
+"""Routing records: one line for each decision of a router, in JSON lines or parquet.
+
+    monitor.add_sink(RoutingJsonLines("routing.jsonl"))
+    monitor.add_sink(RoutingParquet("routing.parquet"))
+    monitor.add_sink(CallbackSink(print))               # of RoutingRecord: one for each batch of decisions
+    for line in record.lines(): ...                     # a dict for each decision
+
+A file appears whole under its name, at the end of the block, or not at all, as those of scores do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.adapters.routing.decisions import Changes, Decisions, Singles, Stream, entropy, norms
+from probemon.core.hierarchy import Ints, Mask
+from probemon.monitor.sinks import FileSink
+from probemon.util.checks import check_count
+from probemon.util.extras import import_arrow
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """N decisions of the routers of one source, about tokens of one generation.
+
+    Arrays are `[N]`, `top_idx` and `top_w` `[N, k]`.
+
+    - `run_id`; `request_id`: of continuous batching, else the generation's number.
+    - `row`, `pos_start`: where in the output of `generate` the decision's first token stands.
+    - `n_tokens`: for how many successive tokens of this batch the decision was used.
+    - `step`: 0 for a prompt, n for the n-th generated token; `phase`: "prompt" or "generated".
+    - `layer`, `site`, `source`, `level`: see `Stream`.
+    - `boundary`: the decision was made at this token; `reused`: it is one of an earlier line.
+    - `top_idx`, `top_w`: what was chosen and how much of it, most first.
+    - `top_position`, `top_token` `[N, k]`: of memory slots, which token each was written at (its place among the real
+      tokens of its row, and its id; -1 for none); None of other routers.
+    - `h_decision`: entropy in units of log E, NaN for codes and for what is not finite.
+    - `code_norm`: norm of a code or of scalings.
+    - `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does not give them.
+    - `flip`: another expert (or dimension of a code) comes first than at the token before.
+    - `fallback`: a fallback was in force, at all of its tokens.
+    - `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch.
+    - `dropped`: earlier decisions that are in no record: their token was not seen, or this sink was too slow.
+    """
+
+    run_id: str
+    request_id: str
+    row: Ints
+    step: Ints
+    phase: str
+    layer: Ints
+    site: npt.NDArray[np.str_]
+    source: str
+    level: npt.NDArray[np.str_]
+    pos_start: Ints
+    n_tokens: Ints
+    boundary: Mask
+    top_idx: Ints
+    top_w: Singles
+    top_position: Ints | None
+    top_token: Ints | None
+    h_decision: Singles
+    code_norm: Singles
+    delta_rel_norm: Singles
+    sigma1: Singles
+    confidence: Singles
+    flip: Mask
+    reused: Mask
+    fallback: Mask
+    t_capture_us: float
+    dropped: int
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield each decision, by column; a number that is not finite, which JSON does not have, is None."""
+        for values in zip(*map(self.column, COLUMNS), strict=True):
+            yield dict(zip(COLUMNS, values, strict=True))
+
+    def column(self, name: str) -> list[Any]:
+        """Return a column as plain values, one for each decision; a number that is not finite is None."""
+        value = getattr(self, name)
+        if not isinstance(value, np.ndarray):
+            return [None if isinstance(value, float) and not math.isfinite(value) else value] * len(self)
+        if value.dtype.kind == "f" and not (known := np.isfinite(value)).all():
+            value = value.astype(object)
+            value[~known] = None
+        plain: list[Any] = value.tolist()
+        return plain
+
+    def with_dropped(self, more: int) -> RoutingRecord:
+        """Return the record with so many more decisions dropped."""
+        return replace(self, dropped=self.dropped + more) if more else self
+
+    @classmethod
+    def of(
+        cls,
+        decisions: Decisions,
+        changes: Changes,
+        streams: Sequence[Stream],
+        *,
+        rows: Ints,
+        positions: Ints,
+        steps: Ints,
+        has_norm: bool,
+        **scalars: Any,
+    ) -> RoutingRecord:
+        """Return the record of decisions about tokens at (`rows`, `positions`) `[n]`.
+
+        Successive tokens that share a decision, and whether it fell back, are one line. `has_norm`: whether the norm of
+        what the routers gave means anything; `scalars`: the other columns.
+        """
+        follows = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
+        begins = np.ones(decisions.decided.shape, dtype=bool)
+        begins[:, 1:] = decisions.decided[:, 1:] | ~follows | (decisions.fallback[1:] != decisions.fallback[:-1])
+        stream, token = np.nonzero(begins)
+        end_of = np.append(stream[1:] * len(rows) + token[1:], len(streams) * len(rows))
+        raw = decisions.raw[stream, token]
+        if decisions.weights is None:
+            h = np.full(len(stream), np.nan, dtype=np.float32)
+        else:
+            shares = np.where(decisions.finite[stream, token, None], decisions.weights[stream, token], np.nan)
+            h = (entropy(shares) / math.log(raw.shape[1])).astype(np.float32)
+        norm = norms(raw).astype(np.float32) if has_norm else np.full(len(stream), np.nan, dtype=np.float32)
+        decided = decisions.decided[stream, token]
+        return cls(
+            row=rows[token],
+            step=steps[token],
+            layer=np.array([s.layer for s in streams])[stream],
+            site=np.array([s.site for s in streams])[stream],
+            level=np.array([s.level for s in streams])[stream],
+            pos_start=positions[token],
+            n_tokens=end_of - (stream * len(rows) + token),
+            boundary=decided,
+            top_idx=decisions.top_idx[stream, token],
+            top_w=decisions.top_w[stream, token],
+            top_position=None if decisions.top_position is None else decisions.top_position[stream, token],
+            top_token=None if decisions.top_token is None else decisions.top_token[stream, token],
+            h_decision=h,
+            code_norm=norm,
+            delta_rel_norm=decisions.delta_rel_norm[token],
+            sigma1=decisions.sigma1[token],
+            confidence=decisions.confidence[token],
+            flip=changes.flips[stream, token] == 1,
+            reused=~decided,
+            fallback=decisions.fallback[token],
+            **scalars,
+        )
+
+
+COLUMNS = tuple(field.name for field in fields(RoutingRecord))
+
+
+class RoutingJsonLines(FileSink):
+    """A sink that writes one JSON object a line for each decision: the columns of `RoutingRecord`, null if unknown."""
+
+    def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
+        return file
+
+    def _append(self, batch: Any) -> None:
+        self._writer.write("".join(json.dumps(line) + "\n" for line in batch.lines()).encode())
+
+    def _finish(self) -> None:
+        """Nothing is held."""
+
+
+class RoutingParquet(FileSink):
+    """A sink that writes a row for each decision, in row groups of `rows_per_group`; what is not known is null.
+
+    Needs the extra `corpus`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
+        import_arrow("RoutingParquet")  # now, before any score is lost
+        super().__init__(path, overwrite)
+        self._rows_per_group = check_count("rows_per_group", rows_per_group, least=1)
+        self._held: list[RoutingRecord] = []
+        self._n_held = 0
+
+    def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        text, whole, number, truth = pa.string(), pa.int32(), pa.float32(), pa.bool_()
+        kinds = {
+            **dict.fromkeys(("run_id", "request_id", "phase", "site", "source", "level"), text),
+            **dict.fromkeys(("row", "step", "layer", "pos_start", "n_tokens"), whole),
+            "dropped": pa.int64(),
+            "t_capture_us": pa.float64(),
+            **dict.fromkeys(("boundary", "flip", "reused", "fallback"), truth),
+            **dict.fromkeys(("top_idx", "top_position", "top_token"), pa.list_(whole)),
+            "top_w": pa.list_(number),
+            **dict.fromkeys(("h_decision", "code_norm", "delta_rel_norm", "sigma1", "confidence"), number),
+        }
+        self._schema = pa.schema([(name, kinds[name]) for name in COLUMNS])
+        return pq.ParquetWriter(file, self._schema)
+
+    def _append(self, batch: Any) -> None:
+        self._held.append(batch)
+        self._n_held += len(batch)
+        if self._n_held >= self._rows_per_group:
+            self._write()
+
+    def _write(self) -> None:
+        import pyarrow as pa
+
+        arrays = []
+        for name, kind in zip(COLUMNS, self._schema.types, strict=True):
+            values = [value for record in self._held for value in record.column(name)]
+            arrays.append(pa.array(values, kind))
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows_per_group)
+        self._held, self._n_held = [], 0
+
+    def _finish(self) -> None:
+        if self._held:
+            self._write()
+        self._writer.close()

@@ -1,0 +1,72 @@
+"""StateMonitor: watches what the recurrent layers of one host keep, while its `with` block is open.
+
+with StateMonitor(model) as monitor:                    # step sizes, decays, how far back states reach
+    model.generate(**inputs, max_new_tokens=50)
+monitor.report()                                        # {"ssm.3": {"half_life_p50": ..., "resets": ...}, ...}
+monitor.alerts                                          # [Alert(kind="short", stream=Stream("ssm", "ssm.3", 3), ...)]
+with StateMonitor(model, states=True) as monitor: ...   # the states themselves, too: norm, growth, what is new
+
+with manager.attach(model, tokenizer, routing=True) as run: ...     # beside probes, and routers: run.routing.states
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from probemon.adapters.routing.recurrent.recorder import StateRecorder
+from probemon.core.scores import Gap
+from probemon.errors import ConfigError
+from probemon.host.model import unwrap
+from probemon.monitor.failures import Failures, as_exception, raise_first_of
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.decoder_hooks import Report
+from probemon.tracking.generation import Generation, States
+from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import keep_newest
+from probemon.tracking.watcher import Watcher
+
+
+class StateMonitor(StateRecorder):
+    """A recorder that watches a model by itself, without probes.
+
+    `states`: see `StateRecorder`. `on_gap` is that of `manager.attach`. Raises `NotSupportedHost`, `ConfigError`.
+    Errors of listeners are kept in `failures`, and raised as `CallbackFailed` when the block ends.
+    """
+
+    def __init__(self, model: Any, *, states: bool = False, on_gap: str | Callable[[Gap], object] = "raise") -> None:
+        if not callable(on_gap) and on_gap != "raise":
+            raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
+        model, failures = unwrap(model), Failures()
+        super().__init__(model, states=states, guard=failures.call)
+        self.failures = failures.errors
+        guarded_on_gap = partial(failures.call, "on_gap", on_gap) if callable(on_gap) else None
+        self._watcher = Watcher(model, self.sites, 0, self._count_tokens, on_gap=guarded_on_gap, on_end=self.ended)
+
+    def __enter__(self) -> StateMonitor:
+        self._watcher.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watcher.__exit__(kind, error, trace)
+        self.failures += map(as_exception, self._watcher.batch_errors)
+        if error is None:
+            raise_first_of(self.failures, f"{len(self.failures)} callbacks failed while states were watched")
+
+    @property
+    def forward_seconds(self) -> list[float]:
+        """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
+        return list(self._watcher.forward_seconds)
+
+    def _count_tokens(
+        self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
+    ) -> Report | None:
+        count = self.take(recording, placed, states)
+        with self._lock:  # numbered, and nothing is kept of them, so that nothing grows
+            recording.add_forgotten(len(placed))
+            keep_newest(self._watcher.recordings, 0)
+        return None if count is None else lambda report: count() if report else None

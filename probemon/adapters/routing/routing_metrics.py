@@ -1,0 +1,139 @@
+"""RoutingSums: routing for Prometheus: what routers decided, what was not seen, which alerts hold, what it cost.
+
+sums = RoutingSums()                    # of a process
+sums.begin(run.routing); ...; sums.end(run.routing)
+for family in sums.collect(): ...
+
+What counts is added up over all recorders that there were. Metrics of routers, of which a model of many layers of
+experts has some hundreds, are those of recorders that are open, or of the last that was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from probemon.adapters.routing.latency import BUCKETS
+from probemon.adapters.routing.recorder import RoutingRecorder
+from probemon.adapters.routing.statistics import METRICS
+from probemon.ops.telemetry.metric_families import FAMILIES
+
+_ROUTER = ("site", "layer", "level")
+_Sample = tuple[str, tuple[str, ...]]  # the name of a family, and labels
+
+
+class RoutingSums:
+    """Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._open: list[RoutingRecorder] = []
+        self._ended: _Snapshot | None = None  # its counts are of all that have ended
+        self._lock = threading.Lock()
+
+    def begin(self, recorder: RoutingRecorder) -> None:
+        """Show what a recorder says."""
+        with self._lock:
+            self._open.append(recorder)
+
+    def end(self, recorder: RoutingRecorder) -> None:
+        """Keep what it counted, and its last metrics."""
+        with self._lock:
+            self._open.remove(recorder)
+            snapshot = _Snapshot.of(recorder)
+            self._ended = snapshot if self._ended is None else snapshot.after(self._ended)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield every family as it is now; none before the first recorder."""
+        with self._lock:
+            now = self._ended
+            if self._open:
+                of_open = reduce(lambda before, one: one.beside(before), map(_Snapshot.of, self._open))
+                now = of_open if now is None else of_open.after(now)
+        if now is not None:
+            yield from now.families()
+
+
+# What several recorders that are open say together; of anything else the newest one's is shown.
+_OF_ALL: Mapping[str, Callable[[float, float], float]] = {
+    "probemon_routing_alerts": operator.add,
+    "probemon_routing_unjudged": max,
+}
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What recorders said: `counts` and `gauges` by family and labels, `histograms` by kind."""
+
+    counts: Counter[_Sample]
+    gauges: Mapping[_Sample, float]
+    histograms: Mapping[str, tuple[list[int], float]]
+
+    @classmethod
+    def of(cls, recorder: RoutingRecorder) -> _Snapshot:
+        report = recorder.report()
+        counts = Counter[_Sample]()
+        gauges: dict[_Sample, float] = {}
+        for seen, name in (("yes", "n_tokens"), ("no", "n_unseen")):
+            counts["probemon_routing_tokens_total", (seen,)] = report[name]
+        for stream in report["streams"]:
+            router = tuple(str(stream[name]) for name in _ROUTER)
+            for what, name in (("finite", "n_tokens"), ("not_finite", "n_not_finite")):
+                counts["probemon_routing_decisions_total", (*router, what)] = stream[name]
+            gauges |= {("probemon_routing", (*router, name)): stream[name] for name in METRICS if name in stream}
+        for site, told in report["states"].items():
+            gauges |= {("probemon_recurrent", (site, name)): value for name, value in told.items() if value is not None}
+        kinds = [alert.kind for alert in recorder.alerts]
+        gauges |= {("probemon_routing_alerts", (kind,)): kinds.count(kind) for kind in recorder.kinds}
+        counts["probemon_routing_alerts_raised_total", ()] = report["n_alerts"]
+        gauges |= {("probemon_routing_unjudged", (kind,)): n for kind, n in report["unjudged"].items()}
+        for name, value in report["latency_us"].items():
+            if value is not None:
+                gauges["probemon_routing_capture_seconds", (name.removeprefix("p"),)] = value / 1e6
+        gauges["probemon_routing_memory_watermark_bytes", ()] = report["memory_watermark_bytes"]
+        return cls(counts, gauges, recorder.latency.histograms())
+
+    def after(self, before: _Snapshot) -> _Snapshot:
+        """Return this with the counts of another before it."""
+        histograms = dict(before.histograms)
+        for kind, (buckets, total) in self.histograms.items():
+            known = histograms.get(kind, ([0] * len(buckets), 0.0))
+            histograms[kind] = ([a + b for a, b in zip(buckets, known[0], strict=True)], total + known[1])
+        counts = Counter(before.counts)
+        counts.update(self.counts)
+        return _Snapshot(counts, self.gauges, histograms)
+
+    def beside(self, other: _Snapshot) -> _Snapshot:
+        """Return this with counts and metrics of another that goes on; of what both have, these metrics, the alerts of
+        both, and what takes the other longer to judge.
+        """
+        gauges = {**other.gauges, **self.gauges}
+        for sample, value in other.gauges.items():
+            if sample in self.gauges and sample[0] in _OF_ALL:
+                gauges[sample] = _OF_ALL[sample[0]](value, self.gauges[sample])
+        return replace(self.after(other), gauges=gauges)
+
+    def families(self) -> Iterator[Any]:
+        """Yield them for `prometheus_client`, in the order of the table."""
+        from prometheus_client.core import HistogramMetricFamily
+        from prometheus_client.utils import floatToGoString
+
+        samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for (name, labels), value in sorted({**self.counts, **self.gauges}.items()):
+            samples.setdefault(name, []).append((labels, value))
+        for name, family in FAMILIES.items():
+            if name in samples:
+                metric = family.scraped()
+                for labels, value in samples[name]:
+                    metric.add_metric(labels, value)
+                yield metric
+        for kind, (counts, total) in self.histograms.items():
+            family = FAMILIES[f"probemon_{kind}_seconds"]
+            ends = [*map(floatToGoString, BUCKETS), "+Inf"]
+            buckets = list(zip(ends, itertools.accumulate(counts), strict=True))
+            yield HistogramMetricFamily(family.name, family.help, buckets=buckets, sum_value=total)

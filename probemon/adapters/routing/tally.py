@@ -1,0 +1,89 @@
+"""Tally: statistics and alerts of the decisions of one kind of router, as they come.
+
+tally = Tally(streams, n_experts=8, n_chosen=2)
+alerts = tally.add(decisions, changes, latency_us=3.1)      # what was raised or cleared
+tally.total()                                               # RoutingStatistics of everything so far
+tally.alerts.raised
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from probemon.adapters.bem.memory import gpu_memory, process_memory
+from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, Alerts, Baseline, Rule
+from probemon.adapters.routing.decisions import Changes, Decisions, Stream
+from probemon.adapters.routing.statistics import RoutingStatistics
+
+WINDOW = 256  # tokens: what windows of rules are made of
+Memory = Callable[[], tuple[int, int]]  # bytes in use, and how many there are
+
+
+class Tally:
+    """Statistics and alerts of S streams that decide about the same tokens.
+
+    - `codes`: the streams give codes, not distributions.
+    - `memory`: is asked once a window.
+    - `baseline`: of drifts, where it is known.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        n_experts: int,
+        n_chosen: int = 1,
+        *,
+        codes: bool = False,
+        rules: Sequence[Rule] = DEFAULT_RULES,
+        window: int = WINDOW,
+        memory: Memory = lambda: (0, 0),
+        baseline: Baseline | None = None,
+    ) -> None:
+        self.streams = list(streams)
+        self.alerts = Alerts(rules, self.streams, n_experts, n_chosen, window, baseline)
+        self.memory_watermark_bytes = 0
+        self._memory, self._size = memory, window
+        self._past = RoutingStatistics(len(self.streams), n_experts, n_chosen, codes=codes)
+        self._window = self._past.empty()
+
+    def add(self, decisions: Decisions, changes: Changes, latency_us: float) -> list[Alert]:
+        """Add decisions about n tokens, each made in `latency_us`; return the alerts that they raise or clear.
+
+        A window ends where it is full, also within a batch.
+        """
+        alerts: list[Alert] = []
+        begin, n = 0, len(decisions)
+        while begin < n:
+            end = min(n, begin + self._size - self._window.n_tokens)
+            if begin == 0 and end == n:
+                self._window.add(decisions, changes)
+            else:
+                self._window.add(decisions.take(np.arange(begin, end)), changes.take(slice(begin, end)))
+            self._window.add_latency(latency_us, (end - begin) * len(self.streams))
+            begin = end
+            alerts += self.alerts.add_partial(self._window)
+            if self._window.n_tokens == self._size:
+                used, most = self._memory()
+                self.memory_watermark_bytes = max(self.memory_watermark_bytes, used)
+                alerts += self.alerts.add(self._window, used / most if most else float("nan"))
+                self._past.merge(self._window)
+                self._window = self._window.empty()
+        return alerts
+
+    def total(self) -> RoutingStatistics:
+        """Return the statistics of everything so far."""
+        total = self._past.empty()
+        total.merge(self._past)
+        total.merge(self._window)
+        return total
+
+
+def memory_of(device: torch.device) -> Memory:
+    """Return the function that gives the bytes in use and the bytes there are.
+
+    It counts a GPU's, without what torch holds and does not use, or this process's and the machine's (or its group's).
+    """
+    return gpu_memory(device) if device.type == "cuda" else process_memory

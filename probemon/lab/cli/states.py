@@ -1,0 +1,119 @@
+"""The command states.
+
+probemon states demo mails.jsonl --sites resid_post.15 --out states/
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
+from probemon.cli.options import AsJson, ChatDate, Device, Dtype, Model, TextField, Threads
+from probemon.cli.terminal import answer, say
+from probemon.errors import ConfigError
+from probemon.host.chat_dates import CHAT_DATE, parse_date
+from probemon.util.counted import counted
+
+
+def states(
+    model: Model,
+    data: Annotated[
+        list[str],
+        typer.Argument(metavar="DATA", help="Texts, with labels or without: .jsonl, .csv, .tsv, .parquet or .yaml."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(help="Where the states are written. What lies there of the same texts is gone on with."),
+    ],
+    sites: Annotated[
+        str,
+        typer.Option(
+            help="States to write: resid_post.15, or several, as resid_post.8,mlp_out.9; of a recurrent layer"
+            " ssm_state.3 or delta.3."
+        ),
+    ],
+    on: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose turns of a chat are kept: assistant, user, system, tool; may be repeated."),
+    ] = None,
+    exclusive: Annotated[
+        bool,
+        typer.Option(
+            "--exclusive", help="A text has the labels it lists, and no other concept; else others are unknown."
+        ),
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(help="Size of the states at most, in GB: then tokens are drawn. 0: all of them.")
+    ] = 0.0,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Write states.parquet too: a row a token, with its characters and labels.")
+    ] = False,
+    text_field: TextField = "text",
+    seed: Annotated[int, typer.Option(help="Draws the same tokens as any run with this number.")] = 0,
+    chat_date: ChatDate = CHAT_DATE,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Write the hidden states of DATA in MODEL to files, token by token, with labels: for a trainer of your own."""
+    from probemon.core.probes import check_sites_once, parse_site
+    from probemon.lab.training.collect import TABLE, collect
+    from probemon.lab.training.examples import read_examples
+
+    chosen = [site.strip() for site in sites.split(",") if site.strip()]
+    for site in chosen:
+        parse_site(site)
+    if not chosen:
+        raise ConfigError("--sites is empty: give one, such as resid_post.15")
+    check_sites_once(chosen)
+    most_bytes = bytes_of(budget) or None
+    parse_date(chat_date)
+    use_threads(threads)
+    # What is wrong with the texts shows before the model is loaded.
+    read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
+    host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
+    with progress_bar("states", unit="token") as bar:
+        found = collect(
+            host,
+            tokenizer,
+            data,
+            out,
+            sites=chosen,
+            roles=tuple(on or ("assistant",)),
+            exclusive=exclusive,
+            text_field=text_field,
+            budget=most_bytes,
+            seed=seed,
+            chat_date=chat_date,
+            progress=bar.update,
+        )
+    widths = {site: kind.width for site, kind in found.store.kinds.items()}
+    if parquet:
+        found.write_parquet(out / TABLE)
+    if as_json:
+        answer(
+            {
+                "directory": str(out),
+                "sites": list(found.store.sites),
+                "concepts": found.concepts,
+                "texts": len(found.store.first),
+                "rows": len(found.document),
+                "left_out": found.left_out,
+                "widths": widths,
+            }
+        )
+        return
+    say(
+        f"{out}: states of {counted(len(found.document), 'token')} of {counted(len(found.store.first), 'text')} at"
+        f" {', '.join(f'{site} ({width} values each)' for site, width in widths.items())}, in safetensors"
+    )
+    if found.left_out:
+        say(
+            f"the budget had no room for {counted(found.left_out, 'token')} more: those that"
+            " are there were drawn, each as likely"
+        )
+    say("labels, characters and groups of the tokens in tokens.safetensors, the texts in texts.jsonl")

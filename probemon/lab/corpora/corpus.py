@@ -1,0 +1,240 @@
+"""Scores the tokens of documents, shard by shard, in the order of the input.
+
+    for scored in score_documents(manager, model, tokenizer, read_documents("mails.jsonl")):
+        scored.document.id, scored.tokens.ids, scored.scores.fired(3)
+
+Every document is all prompt: its tokens are scored memorylessly, as a prompt's are online. The host runs in the calling
+thread; tokenising and scoring have one thread each, so that the next batch runs while one is scored. The documents
+alone fix the order of everything. A forward ends after the last layer that the pack reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import norms_of
+from probemon.core.scores import Scores
+from probemon.engine.audit import sample
+from probemon.engine.scorer import Scorer
+from probemon.errors import ConfigError
+from probemon.host.chat_dates import CHAT_DATE, may_read_date
+from probemon.host.compatibility import check_host
+from probemon.lab.corpora.documents import Document
+from probemon.lab.corpora.state_reader import ShardPlan, StateReader
+from probemon.lab.corpora.windows import Piece, Reading, Shard, Tokens, shards
+from probemon.packs.group import AnyPack, stated_chat_dates
+from probemon.packs.manifest import SO_FAR
+
+_IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
+_Part = tuple[list[Piece], Scores, tuple[Tensor, Tensor] | None]
+
+
+@dataclass(frozen=True)
+class ScoredDocument:
+    """A document with the scores of its T tokens; `everything` fp32 `[T, P]` and `norms [T, S]` if asked for.
+
+    `tokens` and `scores` are None where the document has a reason.
+    """
+
+    document: Document
+    tokens: Tokens | None
+    scores: Scores | None
+    everything: Tensor | None = None
+    norms: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ScoredShard:
+    """A shard's scores: document i has `ptr[i]` to `ptr[i + 1]`, and its tokens are None if it has a reason."""
+
+    shard: Shard
+    documents: tuple[Document, ...]
+    tokens: tuple[Tokens | None, ...]
+    ptr: Ints
+    scores: Scores
+    everything: Tensor | None
+    norms: Tensor | None
+
+    def __iter__(self) -> Iterator[ScoredDocument]:
+        for i, (document, tokens) in enumerate(zip(self.documents, self.tokens, strict=True)):
+            at = np.arange(self.ptr[i], self.ptr[i + 1])
+            if tokens is None:
+                yield ScoredDocument(document, None, None)
+            else:
+                full = (None if values is None else values[at] for values in (self.everything, self.norms))
+                yield ScoredDocument(document, tokens, self.scores.take(at), *full)
+
+
+def score_documents(
+    manager: Scorer,
+    model: Any,
+    tokenizer: Any,
+    documents: Iterable[Document],
+    *,
+    reading: Reading | None = None,
+    exhaustive: bool = False,
+    strict: bool = False,
+    progress: Callable[[float, int], object] | None = None,
+) -> Iterator[ScoredDocument]:
+    """Score documents, in order; `exhaustive`: also by every probe, and the norms of their states are taken.
+
+    Raises as `CorpusScorer`.
+    """
+    scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
+    for scored in scorer.score(shards(documents), exhaustive=exhaustive, progress=progress):
+        yield from scored
+
+
+class CorpusScorer:
+    """Scores shards of documents by a manager, a host in eval mode and its tokenizer.
+
+        scorer = CorpusScorer(manager, model, tokenizer, Reading())
+        for scored in scorer.score(shards(documents)): scored.ptr, scored.scores
+
+    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack, or
+    the manager's deployment, is for another host, `NotSupportedHost` where the host has an encoder, `ConfigError` where
+    it is training.
+    """
+
+    def __init__(
+        self,
+        manager: Scorer,
+        model: Any,
+        tokenizer: Any,
+        reading: Reading,
+        *,
+        strict: bool = False,
+        floor: float | None = None,
+    ) -> None:
+        so_far = manager.pack.scope == SO_FAR
+        if reading.chat_date is None:
+            reading = replace(reading, chat_date=_chat_date(manager.pack, tokenizer))
+        self.reader = StateReader(model, tokenizer, manager.pack.sites, reading, so_far=so_far)
+        check_host(manager.pack, self.reader.host, strict=strict)
+        deployment: Any = getattr(manager, "deployment", None)  # what it states of the host holds here, too
+        if deployment is not None:
+            deployment.check_host(manager.pack, model)
+        self.manager = manager
+        self.strategy = manager.strategy.batch  # may be set to another before anything is scored
+        self._plan = manager.plan if floor is None else manager.plan.with_floor(floor)
+
+    def score(
+        self,
+        shards: Iterable[Shard],
+        *,
+        exhaustive: bool = False,
+        progress: Callable[[float, int], object] | None = None,
+    ) -> Iterator[ScoredShard]:
+        """Score shards, in order. `progress` is called with how many more documents (in parts) and tokens ran."""
+        source = iter(shards)
+        tokenising, scoring = ThreadPoolExecutor(1, "probemon-tokenise"), ThreadPoolExecutor(1, "probemon-score")
+        under_way: deque[tuple[bool, Future[Any]]] = deque()  # whether it ends a shard, and its result
+        try:
+            with self.reader.tap():
+                following = self._begin(tokenising, source)
+                while following is not None:
+                    planned = following.result()
+                    following = self._begin(tokenising, source)
+                    parts: list[_Part] = []
+                    for rows in planned.batches:
+                        states = self.reader.run(rows, planned.tokens)
+                        under_way.append(
+                            (
+                                False,
+                                scoring.submit(
+                                    self._score, parts, rows, states, self._sampled(planned, rows), exhaustive
+                                ),
+                            )
+                        )
+                        if progress is not None:
+                            n_tokens = sum(piece.stop - piece.scored for piece in rows)
+                            progress(len(planned.documents) * n_tokens / planned.n_tokens, n_tokens)
+                        yield from _finished_shards(under_way, _IN_FLIGHT)
+                    if progress is not None and not planned.batches:
+                        progress(len(planned.documents), 0)
+                    under_way.append((True, scoring.submit(_assemble, planned, parts, self.manager.pack.n_probes)))
+                yield from _finished_shards(under_way, 0)
+        finally:
+            for executor in (tokenising, scoring):
+                executor.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[ShardPlan] | None:
+        shard = next(source, None)  # in the caller's thread, as their iterable may need
+        return None if shard is None else tokenising.submit(self.reader.plan, shard)
+
+    def _sampled(self, planned: ShardPlan, rows: Sequence[Piece]) -> Mask | None:
+        """Draw the tokens that are audited, by document and position, so that a run that goes on draws the same."""
+        if not self.manager.audit_rate:
+            return None
+        document = np.repeat(
+            [planned.documents[piece.place].index for piece in rows], [piece.stop - piece.scored for piece in rows]
+        )
+        return sample(
+            self.manager.audit_rate, document, np.concatenate([np.arange(piece.scored, piece.stop) for piece in rows])
+        )
+
+    def _score(
+        self,
+        parts: list[_Part],
+        rows: list[Piece],
+        states: Mapping[str, Tensor],
+        audit: Mask | None,
+        exhaustive: bool,
+    ) -> None:
+        with torch.inference_mode():
+            _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.strategy)
+            full = None
+            if exhaustive:
+                full = self.manager.score_all(states), norms_of(states, self.manager.pack.sites).cpu()
+        parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), full))
+
+
+def _chat_date(pack: AnyPack, tokenizer: Any) -> str | None:
+    """Return the day that chats are rendered with, None where the tokenizer's template reads none. Raises `ConfigError`
+    where packs state different ones.
+    """
+    if not may_read_date(str(getattr(tokenizer, "chat_template", None))):
+        return None
+    dates = stated_chat_dates(pack)
+    if len(dates) > 1:
+        raise ConfigError(
+            f"the packs were made of chats of different days, {' and '.join(dates)}: say by which day chats are to be"
+            " rendered, Reading(chat_date=...)"
+        )
+    return dates[0] if dates else CHAT_DATE
+
+
+def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
+    """Wait until at most `most` are under way; return the shards that are finished."""
+    while len(under_way) > most or (under_way and under_way[0][1].done()):
+        last, future = under_way.popleft()
+        scored = future.result()
+        if last:
+            yield scored
+
+
+def _assemble(planned: ShardPlan, parts: list[_Part], n_probes: int) -> ScoredShard:
+    """Put the scores of a shard's batches into the order of its documents and their tokens."""
+    lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
+    ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ranges = [
+        np.arange(ptr[piece.place] + piece.scored, ptr[piece.place] + piece.stop)
+        for rows, *_ in parts
+        for piece in rows
+    ]
+    order = np.argsort(np.concatenate([np.zeros(0, dtype=np.int64), *ranges]), kind="stable")
+    assert len(order) == ptr[-1]
+    top_k = parts[0][1].report_top_k if parts else 10
+    scores = Scores.join([scored for _, scored, _ in parts], n_probes, top_k).take(order)
+    full = zip(*(values for *_, values in parts if values is not None), strict=True)
+    everything, norms = [torch.cat(values)[order] for values in full] or (None, None)
+    return ScoredShard(planned.shard, planned.documents, planned.tokens, ptr, scores, everything, norms)

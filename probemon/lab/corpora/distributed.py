@@ -1,0 +1,234 @@
+"""Analyses a corpus on many machines: Ray Data hands out shards to workers. Needs the extra `ray`.
+
+    ds = ray.data.read_parquet("s3://mails/")
+    job = Job(model="demo", pack="demo", out="/shared/scores")
+    analysis = analyze_dataset(ds, job, concurrency=2)
+
+The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file
+system that all workers see; a worker reads a shard, scores it and writes it. So the rows are those of a local analysis,
+and the same call goes on with one that was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from probemon import errors
+from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.host.loading import load_model
+from probemon.lab.corpora.analysis_folder import MANIFEST, Analysis, check_target
+from probemon.lab.corpora.analyze import (
+    Progress,
+    Tables,
+    check_apart,
+    check_known,
+    environment,
+    identity,
+    kernel_of,
+    write,
+)
+from probemon.lab.corpora.corpus import CorpusScorer
+from probemon.lab.corpora.documents import MAX_CHARS, Document, Source, read_documents
+from probemon.lab.corpora.windows import Reading, Shard, shards
+from probemon.packs.group import AnyPack, open_packs
+from probemon.util.checks import check_count
+
+_SPOOL = ".spool"
+_NO_SHARD = -1  # a worker that is given it compares the job with the analysis, and scores nothing
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs: names and paths that mean the same on every machine, and the settings of `analyze`.
+
+    - `pack`: one, or several ("NAME=pack" gives one a name of your own).
+    - `load`: where `model` is no name that `probemon analyze` takes; a worker calls it, without arguments, for
+      `(model, tokenizer)`.
+    - `settings`: of `DynamicProbeManager`.
+    """
+
+    model: str
+    pack: str | Sequence[str]
+    out: str
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    load: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    floor: float | str = "fired"
+    reading: Reading = field(default_factory=Reading)
+    keep_text: bool = True
+    strict: bool = False
+
+    def opened(self) -> AnyPack:
+        return open_packs([self.pack] if isinstance(self.pack, str) else self.pack)
+
+
+def analyze_dataset(
+    documents: Any,
+    job: Job,
+    *,
+    concurrency: int = 2,
+    resume: bool = False,
+    text_field: str = "text",
+    id_field: str = "id",
+    max_chars: int = MAX_CHARS,
+    progress: Progress | None = None,
+) -> Analysis:
+    """Analyse a Ray dataset, in the order of its rows, or any other source of documents, with `concurrency` workers.
+
+    A dataset's own context says `preserve_order` from then on.
+    Raises `MissingExtra`, `ConfigError`, and what a worker raises. Other arguments are those of `analyze`.
+    """
+    ray = _ray()
+    from probemon.engine.scorer import Scorer
+
+    concurrency = check_count("concurrency", concurrency, least=1, remedy="give 1 or more workers")
+    source: Source = documents
+    if isinstance(documents, ray.data.Dataset):
+        # A dataset has a context of its own, a copy of what was current when it was made.
+        documents.context.execution_options.preserve_order = True
+        source = documents.iter_rows()
+    out = Path(job.out).absolute()
+    check_apart(source, out)
+    check_target(out)
+    if (out / MANIFEST).is_file() and not resume:
+        raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
+    # The kernel is chosen once, so that all workers have the same; one that the job names is compared.
+    settings = dict(job.settings)
+    settings |= {name: value for name, value in kernel_of(out).items() if settings.get(name) in (None, "auto")}
+    manager = Scorer(job.opened(), device=job.device, **settings)
+    settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
+    Tables(manager.pack, job.floor, job.keep_text)  # raises for a wrong floor before anything is started
+    corpus = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made ({error.strerror}): give another folder") from error
+    with Analysis(out, {}).locked(), _spool_of(out):
+        return _spread(ray, job, out, settings, corpus, concurrency, progress)
+
+
+def _spread(
+    ray: Any,
+    job: Job,
+    out: Path,
+    settings: Mapping[str, Any],
+    documents: Iterator[Document],
+    concurrency: int,
+    progress: Progress | None,
+) -> Analysis:
+    """Hand out the shards that are missing; then end as `analyze` does."""
+    analysis, todo, digests = Analysis(out, {}), list[int](), list[str]()
+    for shard in shards(documents):
+        digests.append(shard.digest)
+        if check_known(analysis, shard) is None:
+            _spool(out, shard)
+            todo.append(shard.index)
+        elif progress is not None:
+            progress(len(shard.documents), 0)
+    # Also where no shard is missing: only a worker, which has the host, can tell whether the analysis is of this job.
+    items = [{"index": index} for index in todo or [_NO_SHARD]]
+    results = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _Worker,
+        fn_constructor_args=(job, str(out), settings, environment()["threads"]),
+        batch_size=1,
+        concurrency=concurrency,
+        num_cpus=1 if job.device == "cpu" else 0,
+        num_gpus=0 if job.device == "cpu" else 1,
+    )
+    for row in results.iter_rows():
+        if row["error"]:
+            raise getattr(errors, row["error"])(row["message"])
+        if progress is not None:
+            progress(row["documents"], row["tokens"])
+    begun = Analysis.open(out, unfinished=True)
+    begun.finish(digests)
+    return begun
+
+
+class _Worker:
+    """An actor of Ray Data."""
+
+    def __init__(self, *arguments: Any) -> None:  # what this raised would only say that the actor died
+        self._arguments, self._ready = arguments, False
+
+    def _get_ready(self, job: Job, out: str, settings: Mapping[str, Any], threads: int) -> None:
+        import torch
+
+        from probemon.engine.scorer import Scorer
+
+        torch.set_num_threads(threads)  # Ray sets 1, and the last bits of states vary with it
+        model, tokenizer = (
+            job.load()
+            if job.load is not None
+            else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
+        )
+        manager = Scorer(job.opened(), device=job.device, **settings)
+        tables = Tables(manager.pack, job.floor, job.keep_text, manager.plan.watched)
+        self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict, floor=tables.lowest)
+        self._tables = tables
+        self._analysis = Analysis.begin(out, identity(self._scorer, self._tables), environment(), resume=True)
+        self._ready = True
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        outcomes: dict[str, list[Any]] = {"documents": [], "tokens": [], "error": [], "message": []}
+
+        def add_row(*values: Any) -> None:
+            for column, value in zip(outcomes.values(), values, strict=True):
+                column.append(value)
+
+        try:
+            if not self._ready:
+                self._get_ready(*self._arguments)
+            for index in batch["index"].tolist():
+                if index == _NO_SHARD:
+                    add_row(0, 0, "", "")
+                    continue
+                shard = _spooled(self._analysis.directory, index)
+                self._analysis.reopen(index, shard.digest)
+                for scored in self._scorer.score([shard]):
+                    write(self._analysis, self._tables, scored)
+                    add_row(len(scored.documents), int(scored.ptr[-1]), "", "")
+        except ProbemonError as error:  # as a row, since Ray brings back the text alone of an exception
+            add_row(0, 0, type(error).__name__, str(error))
+        return outcomes
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise MissingExtra("many machines need Ray Data: pip install 'probemon[ray]'") from error
+    return ray
+
+
+@contextmanager
+def _spool_of(out: Path) -> Iterator[None]:
+    """Remove the spooled texts when the block ends, also where it raises."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(out / _SPOOL, ignore_errors=True)
+
+
+def _spool(out: Path, shard: Shard) -> None:
+    (out / _SPOOL).mkdir(exist_ok=True)
+    kept = ("index", "id", "text", "reason", "chat")
+    rows = [{name: getattr(document, name) for name in kept} for document in shard.documents]
+    target = out / _SPOOL / f"{shard.index:05d}.json"
+    partial = target.with_name(f".{target.name}")
+    partial.write_text(json.dumps(rows), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def _spooled(out: Path, index: int) -> Shard:
+    rows = json.loads((out / _SPOOL / f"{index:05d}.json").read_text(encoding="utf-8"))
+    return Shard(index, tuple(Document(**row) for row in rows))

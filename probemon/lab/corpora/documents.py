@@ -1,0 +1,536 @@
+"""Reads documents from files, folders, standard input or any iterable; a bad one has a reason and raises nothing.
+
+    for document in read_documents("mails.jsonl"):  # also .txt, .parquet, a folder, "-", or an iterable of str or dict
+        if not document.reason: ...document.id, document.text
+
+- a text file: one document a line, blank lines left out; `id` is `name:line`
+- `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
+- a folder: every file below it in the order of their paths, but for names that begin with a dot; a text file is one
+  document, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
+- `.csv` and `.tsv` are refused, and so are arrays of JSON, objects over several lines, folders that `datasets` saved
+  and files that begin as PDF, an archive or a document of an office does: their lines are no documents. Of YAML, HTML,
+  source and the like a file is one document in a folder, and refused alone; tensors, pickles and pictures are refused
+  by their names
+- `-`: standard input, JSON lines if they begin as an object does, else text; so is a file whose name says no kind
+- names that end in `.gz`: decompressed, to at most 200 times their size (or 64 MiB); so are row groups of parquet files
+- an iterable: of texts, or of dicts with the fields by name, such as a Hugging Face dataset
+- a row may have `messages` in OpenAI's form (and `tools`) in place of a text: a chat, which is rendered by the model's
+  chat template when it is read for a model (`Document.rendered`). One with both is a bad document
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_forms import check_said
+from probemon.host.chat_template import render
+from probemon.util.checks import check_count
+from probemon.util.extras import import_arrow
+from probemon.util.file_kinds import (
+    BEGIN_BYTES,
+    ONE_ARRAY,
+    ONE_OBJECT,
+    begins_array,
+    begins_json,
+    dataset_folder,
+    is_spread_json,
+    kind_of,
+    kind_of_bytes,
+    remedy_of,
+    without_mark,
+)
+from probemon.util.first_sentence import first_sentence
+from probemon.util.harmless_text import is_unicode
+from probemon.util.strict_json import loads
+
+MAX_CHARS = 2_000_000
+# What compressed files may become: texts are some ten times as long, a bomb a thousand times.
+MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
+# The dictionary of a parquet column, compressed, is read whole for a row group, and writers end it at a million bytes.
+# Where it is over the smaller bound, rows are read one by one.
+MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
+_MARK = "\ufeff".encode()  # which a file may begin with; later it is a character of the text
+_JSON = (".jsonl", ".ndjson", ".json")
+_TABLES = (".csv", ".tsv")
+_PLAIN = (".txt", ".text", ".md", ".rst", ".tex")  # whatever they begin with
+# Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
+_NO_TABLES = "a table in text: write it as .jsonl or .parquet, or name it .txt if its lines are the documents"
+_TEXTS = "write its texts as .txt or .jsonl"
+# By the ends of names. Those of the first are texts as a whole, but not line by line.
+_OF_LINES = {
+    **dict.fromkeys((".yaml", ".yml"), "YAML"),
+    **dict.fromkeys((".toml", ".ini", ".cfg"), "a file of settings"),
+    **dict.fromkeys((".html", ".htm", ".xml", ".svg"), "a page with markup"),
+    **dict.fromkeys((".py", ".js", ".ts", ".c", ".h", ".cc", ".cpp", ".java", ".go", ".rs", ".sh", ".css"), "source"),
+    ".ipynb": "a notebook",
+}
+_OF_BYTES = {
+    **dict.fromkeys((".safetensors", ".gguf", ".pt", ".pth", ".npy", ".npz", ".onnx"), "a file of tensors"),
+    **dict.fromkeys((".pkl", ".pickle"), "a pickle"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp"), "a picture"),
+}
+Source = str | os.PathLike[str] | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document.
+
+    - `index`: its place in the input, from 0.
+    - `reason`: "" or why it cannot be scored.
+    - `fields`: what else its row had.
+    - `chat`: of a chat its messages and tools as JSON; `text` is then "" until it is rendered for a model.
+    - `chat_date`: the day that the rendered text says it is; "" where it says none.
+    """
+
+    index: int
+    id: str
+    text: str
+    reason: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    chat: str = field(default="", repr=False)
+    chat_date: str = ""
+
+    @property
+    def said(self) -> str:
+        """What its row says: its text, or its chat as JSON."""
+        return self.chat or self.text
+
+    def rendered(self, tokenizer: Any, date: str) -> Document:
+        """Return a chat with its text in the tokenizer's template, which is told the `date`. Raises `ChatRefused`."""
+        row = json.loads(self.chat)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ChatRefused("it is a chat, and this model's tokenizer has no chat template: give texts")
+        chat = render(tokenizer, row["messages"], tools=row["tools"], date=date)
+        return replace(self, text=chat.text, chat_date=date if chat.reads_date else "")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a row holds: a text, a chat or a reason, and an id if it states one."""
+
+    where: str
+    text: Any = None
+    id: Any = None
+    reason: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    chat: str = ""
+
+
+def read_documents(
+    source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS
+) -> Iterator[Document]:
+    """Read the documents of a source, in order. Raises `ConfigError` where there is no such file or column."""
+    max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
+    fields = (text_field, id_field)
+    if isinstance(source, (str, os.PathLike)):
+        rows = _of_path(os.fspath(source), fields, max_chars)
+    elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame yields the names of its columns
+        raise ConfigError(
+            f"documents are a {type(source).__name__}: give its rows, dicts with {text_field!r} (pandas:"
+            " df.to_dict('records'), polars: df.to_dicts())"
+        )
+    elif isinstance(source, (bytes, Mapping)) or not isinstance(source, Iterable):
+        raise ConfigError(
+            f"documents are {type(source).__name__}: give a path, '-', or an iterable of texts or of dicts with"
+            f" {text_field!r}"
+        )
+    else:
+        rows = (_of_item(item, str(i), fields) for i, item in enumerate(source))
+    return (_document(i, row, text_field, max_chars) for i, row in enumerate(rows))
+
+
+def count_documents(source: Source) -> int | None:
+    """Estimate how many documents a source has, without reading them, for a progress bar; None if that is unknown."""
+    if not isinstance(source, (str, os.PathLike)):
+        return len(source) if isinstance(source, Sized) else None
+    path = Path(source)
+    if os.fspath(source) == "-" or _zipped(path):
+        return None
+    if path.is_dir():
+        files, left_out = _files(path)
+        return sum(_count_file(file, alone=False) for file in files) + len(left_out)
+    return _count_file(path, alone=True)
+
+
+def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Document:
+    text, reason = row.chat or row.text, row.reason
+    if not reason and not isinstance(text, str):
+        reason = f"no field {text_field!r}" if text is None else f"{text_field!r} is {type(text).__name__}, not a text"
+    if not reason and not text:
+        reason = "empty"
+    if not reason and len(text) > max_chars:
+        reason = f"longer than {max_chars} characters ({len(text)})"
+    if not reason and not is_unicode(text):
+        reason = "not valid Unicode (a lone surrogate)"
+    try:
+        name = row.where if row.id is None else str(row.id)
+    except Exception as error:  # an object of the user's, or a number too long to write
+        name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
+    name = name if is_unicode(name) else name.encode("utf-8", "backslashreplace").decode()
+    if reason or row.chat:
+        return Document(index, name, "", reason, row.fields, "" if reason else row.chat)
+    return Document(index, name, text, reason, row.fields)
+
+
+def _of_item(item: Any, where: str, fields: tuple[str, str]) -> _Row:
+    if isinstance(item, str):
+        return _Row(where, item)
+    if not isinstance(item, Mapping):
+        return _Row(where, reason=f"neither a text nor an object: {type(item).__name__}")
+    chat, reason = _chat(item, fields[0])
+    left_out = (*fields, "messages", "tools") if chat else fields
+    rest = {key: value for key, value in item.items() if key not in left_out}
+    return _Row(where, item.get(fields[0]), item.get(fields[1]), reason, rest, chat)
+
+
+def _chat(item: Mapping[str, Any], text_field: str) -> tuple[str, str]:
+    """Return the chat of a row as JSON, or the reason why it is none; two empty texts for a row of a text."""
+    messages, tools = (_listed(item.get(name)) for name in ("messages", "tools"))
+    if not isinstance(messages, list):
+        alone = text_field != "messages" and item.get(text_field) is None
+        return "", "'messages' is a text: give a list of messages" if alone and isinstance(messages, str) else ""
+    if text_field != "messages" and item.get(text_field) is not None:
+        return "", f"it has 'messages' and {text_field!r}, of which one would be left out: give one of them"
+    try:
+        check_said(messages)
+        if tools is not None and not isinstance(tools, list):
+            raise ChatRefused(f"'tools' is {type(tools).__name__}: give a list of objects")
+        if not any(message.get("content") or message.get("tool_calls") for message in messages):
+            return "", "empty"
+        return json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False), ""
+    except ChatRefused as error:
+        return "", str(error)
+    except (TypeError, ValueError, RecursionError) as error:
+        return "", f"its messages cannot be written as JSON ({error})"
+
+
+def _listed(value: Any) -> Any:
+    """A list of whoever keeps lists in arrays, as a list; what else there is as it is."""
+    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+
+
+def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    if source == "-":
+        return _standard_input(fields, max_chars)
+    path = Path(source)
+    if path.is_dir():
+        if dataset := dataset_folder(path):
+            raise ConfigError(f"{path} is {dataset}")
+        files, left_out = _files(path)
+        if not files:
+            why = f" that can be read ({next(iter(left_out.values()))})" if left_out else ""
+            raise ConfigError(f"{path} holds no files{why}: give a folder of documents")
+        return _folder(path, files, left_out, fields, max_chars)
+    if not path.is_file():
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link that leads nowhere: mend it, or give the file itself")
+        raise ConfigError(f"{path} is neither a file nor a folder: give the documents to read, or - for standard input")
+    refused = _no_documents(path)
+    if refused:
+        raise ConfigError(f"{path} is {refused}")
+    if kind := _OF_LINES.get(_suffix(path)):
+        raise ConfigError(
+            f"{path} is {kind}, and of one file each line is a document: write its texts as .jsonl, name it .txt if its"
+            " lines are meant, or give its folder, in which each file is one document"
+        )
+    if _kind(path) == "parquet":
+        _parquet_columns(path, fields)  # a wrong name is an error before a model is loaded
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    return _file(path, path.name, fields, max_chars)
+
+
+def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
+    """List the files below a folder, and what else is there, with the reason why it is not read."""
+    paths, left_out = [], dict[Path, str]()
+
+    def unreadable(error: OSError) -> None:
+        left_out[Path(error.filename)] = f"cannot be read: {error.strerror}"
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        left_out |= {
+            Path(root, name): "a link to a folder, which is not followed: give that folder too"
+            for name in folders
+            if Path(root, name).is_symlink()
+        }
+        saved = {Path(root, name): what for name in folders if (what := dataset_folder(Path(root, name)))}
+        left_out |= saved
+        folders[:] = [name for name in folders if Path(root, name) not in saved]
+        for path in (Path(root, name) for name in names if not name.startswith(".")):
+            if path.is_file():
+                paths.append(path)
+            else:
+                left_out[path] = "a link to nothing" if path.is_symlink() else "not a file"
+    return paths, left_out
+
+
+def _folder(
+    folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: tuple[str, str], max_chars: int
+) -> Iterator[_Row]:
+    for path in sorted([*files, *left_out], key=lambda path: path.relative_to(folder).parts):
+        where = path.relative_to(folder).as_posix()
+        if path in left_out:
+            yield _Row(where, reason=left_out[path])
+        elif refused := _no_documents(path):
+            yield _Row(where, reason=refused)
+        elif _kind(path) != "text":
+            yield from _file(path, where, fields, max_chars)
+        else:
+            yield _whole(path, where, max_chars)
+
+
+def _whole(path: Path, where: str, max_chars: int) -> _Row:
+    try:
+        with _opened(path) as stream:
+            data = stream.read(4 * max_chars + 1)
+    except Exception as error:  # a damaged archive fails in several ways
+        return _Row(where, reason=f"cannot be read: {error}")
+    return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data.removeprefix(_MARK), where)
+
+
+def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    try:
+        if _kind(path) == "parquet":
+            yield from _parquet(path, where, fields)
+            return
+        with _opened(path) as stream:
+            yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
+    except Exception as error:  # a damaged file fails in many ways; the rows before stay
+        yield _Row(where, reason=f"cannot be read (further): {error}")
+
+
+def _kind(path: Path) -> str:
+    """Return the kind of a file by its name; of one whose name says none, by how it begins."""
+    kinds = {
+        **dict.fromkeys((*_PLAIN, *_OF_LINES), "text"),
+        ".parquet": "parquet",
+        **dict.fromkeys(_JSON, "json"),
+        **dict.fromkeys(_TABLES, "table"),
+    }
+    return kinds.get(_suffix(path)) or ("json" if begins_json(_begin(path)) else "text")
+
+
+def _begin(path: Path) -> bytes:
+    try:
+        with _opened(path) as stream:
+            return bytes(stream.read(BEGIN_BYTES))
+    except Exception:  # a damaged archive fails in several ways, and is told elsewhere
+        return b""
+
+
+def _suffix(path: Path) -> str:
+    return (Path(path.stem).suffix if _zipped(path) else path.suffix).lower()
+
+
+def _no_documents(path: Path) -> str:
+    """What a file is whose lines are no documents, or an empty string; one that cannot be read is told elsewhere."""
+    kind = _kind(path)
+    if kind in ("table", "parquet"):
+        return _NO_TABLES if kind == "table" else ""
+    if what := _OF_BYTES.get(_suffix(path)):
+        return f"{what}, and no text: {_TEXTS}"
+    begin, suffix = _begin(path), _suffix(path)
+    if kind == "json" and is_spread_json(begin):
+        return ONE_OBJECT
+    if suffix == ".json" and without_mark(begin).startswith(b"["):  # of .jsonl a line may be one, and is a bad one
+        return ONE_ARRAY
+    if suffix not in (*_JSON, *_PLAIN, *_OF_LINES) and begins_array(begin):
+        return ONE_ARRAY
+    # Lines that happen to be valid would be scored, and the others called bad.
+    found = kind_of_bytes(begin) if _zipped(path) else kind_of(path)
+    return found and f"{found}, and no text: {remedy_of(found) or _TEXTS}"
+
+
+def _zipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _opened(path: Path) -> Any:
+    return io.BufferedReader(_Unzipped(path), 1 << 16) if _zipped(path) else path.open("rb")
+
+
+class _Unzipped(io.RawIOBase):
+    """Decompressed bytes, up to the bound for the size that they come from."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._left = gzip.GzipFile(path), _most_bytes(path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raise `ConfigError` where there is more than there may be."""
+        data = self._file.read1(len(buffer))  # of a damaged file, all that comes before the damage
+        buffer[: len(data)] = data
+        self._left -= len(data)
+        if self._left < 0:
+            raise ConfigError(
+                f"it decompresses to more than {MOST_TIMES} times its size: decompress it yourself, if that is right"
+            )
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _most_bytes(compressed: int) -> int:
+    return max(ALWAYS_BYTES, MOST_TIMES * compressed)
+
+
+def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    stream: Any = sys.stdin.buffer
+    begin = stream.peek(1)  # of an interactive terminal, too, this waits for the first line
+    if found := kind_of_bytes(begin):
+        found = found.split(",")[0]  # it has no name
+        raise ConfigError(f"standard input is {found}, and no text: {remedy_of(found) or _TEXTS}")
+    if begins_array(begin):
+        raise ConfigError(f"standard input is {ONE_ARRAY}")
+    if is_spread_json(begin):
+        raise ConfigError(f"standard input is {ONE_OBJECT}")
+    yield from _lines(stream, "stdin", begins_json(begin), fields, max_chars)
+
+
+def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    # A character is at most four bytes; in JSON it may be written as six (\uXXXX), and the other fields take room too.
+    limit = max_chars * (8 if as_json else 4) + 65536
+    number = 0
+    while line := stream.readline(limit):
+        number += 1
+        at = f"{where}:{number}"
+        if len(line) == limit and not line.endswith(b"\n"):
+            while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+                pass
+            yield _too_long(at, max_chars)
+            continue
+        if number == 1:
+            line = line.removeprefix(_MARK)
+        if not line.strip():
+            continue
+        if not as_json:
+            yield _decoded(line.rstrip(b"\r\n"), at)
+            continue
+        try:
+            item = loads(line.decode(), halves=True)  # a text with half a character has a reason of its own
+        except UnicodeDecodeError as error:
+            yield _Row(at, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
+        except (ValueError, RecursionError) as error:
+            yield _Row(at, reason=f"not valid JSON ({error})")
+        else:
+            yield (
+                _of_item(item, at, fields)
+                if isinstance(item, dict)
+                else _Row(at, reason=f"not a JSON object: {type(item).__name__}")
+            )
+
+
+def _decoded(data: bytes, where: str) -> _Row:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return _Row(where, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
+    if "\0" in text:  # UTF-16 without its mark is valid UTF-8, letter by letter
+        return _Row(where, reason=f"not a text (a NUL at character {text.index(chr(0))}): UTF-16, perhaps")
+    return _Row(where, text)
+
+
+def _too_long(where: str, max_chars: int) -> _Row:
+    return _Row(where, reason=f"longer than {max_chars} characters")
+
+
+def _parquet_file(path: Path) -> Any:
+    pa = import_arrow("reading parquet")
+    try:
+        return pa.parquet.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is not a parquet file that can be read: {first_sentence(error)}") from error
+
+
+def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
+    names = _parquet_file(path).schema_arrow.names
+    if fields[0] not in names and "messages" not in names:
+        raise ConfigError(
+            f"{path} has no column {fields[0]!r}, it has {', '.join(names)}: name the column of the texts"
+        )
+    if fields[1] != "id" and fields[1] not in names:
+        raise ConfigError(f"{path} has no column {fields[1]!r}, it has {', '.join(names)}: name the column of the ids")
+    read = [name for name in names if name in (*fields, "messages", "tools", "concepts")]
+    for name, n in Counter(read).items():
+        if n > 1:
+            raise ConfigError(f"{path} has two columns {name!r}: rename one")
+    return read
+
+
+def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
+    columns, number, file = _parquet_columns(path, fields), 0, _parquet_file(path)
+    for group in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(group)
+        chunks = [
+            chunk
+            for chunk in map(rows.column, range(rows.num_columns))
+            if chunk.path_in_schema.split(".")[0] in columns
+        ]
+        reason = next(filter(None, map(_too_large, chunks)), "")
+        if reason:
+            yield _Row(f"{where}:{number + 1}", reason=f"{rows.num_rows} rows cannot be read: {reason}")
+            number += rows.num_rows
+            continue
+        size = 1 if any(_dictionary_bytes(chunk) > LARGE_DICTIONARY_BYTES for chunk in chunks) else 256
+        for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
+            for item in batch.to_pylist():
+                number += 1
+                yield _of_item(item, f"{where}:{number}", fields)
+
+
+def _too_large(chunk: Any) -> str:
+    """Say why a column of a row group is not read, by the sizes that the file states; "" where it is read."""
+    if chunk.total_uncompressed_size > _most_bytes(chunk.total_compressed_size):
+        return (
+            f"{chunk.path_in_schema} decompresses to {chunk.total_uncompressed_size:,} bytes, more than {MOST_TIMES}"
+            " times its size"
+        )
+    if _dictionary_bytes(chunk) > MAX_DICTIONARY_BYTES:
+        return (
+            f"the dictionary of {chunk.path_in_schema} has {_dictionary_bytes(chunk):,} bytes, at most"
+            f" {MAX_DICTIONARY_BYTES:,} are read. Write the file without dictionaries"
+        )
+    return ""
+
+
+def _dictionary_bytes(chunk: Any) -> int:
+    return (
+        chunk.data_page_offset - chunk.dictionary_page_offset
+        if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None
+        else 0
+    )
+
+
+def _count_file(path: Path, alone: bool) -> int:
+    """Count lines of a file or rows of a table; a text file in a folder (`alone` false) is one."""
+    kind = _kind(path)
+    if kind == "parquet":
+        try:
+            return int(_parquet_file(path).metadata.num_rows)
+        except ConfigError:
+            return 1
+    if (kind == "text" and not alone) or _zipped(path):
+        return 1
+    lines, last = 0, b"\n"
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            lines, last = lines + chunk.count(b"\n"), chunk[-1:]
+    return lines + (last != b"\n")

@@ -1,0 +1,241 @@
+"""Plans a corpus from its documents alone: texts become tokens, tokens windows, windows batches.
+
+    tokens = encode(tokenizer, "Whales sing.")                      # ids, and where each stands in the text
+    # the first scores all its tokens, the next those after the overlap
+    windows = cut(tokens, place=0, window=Window(1024, 128))
+    for rows in batches(windows, max_tokens=8192, max_rows=64): ...  # of like length, the longest first
+    for shard in shards(documents): shard.index, shard.documents, shard.digest
+
+Every token is scored once, in the window where it has most before it. Special tokens that the tokenizer puts before a
+text begin every window and are not scored; those that it puts after a text end every window of a host whose states
+depend on what follows, and no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from probemon.core.hierarchy import Ints
+from probemon.errors import ConfigError
+from probemon.host.chat_dates import parse_date
+from probemon.host.text_tokens import begins_with
+from probemon.host.text_tokens import special_tokens as special_tokens_around
+from probemon.lab.corpora.documents import Document
+from probemon.util.checks import check_count
+
+# A shard is held in memory at once, and lost when a run is killed; a large one makes batches of like length.
+SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000
+SPECIAL = ("bos", "tokenizer", "none")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a text.
+
+    - `ids [T]`; `start`, `end` `[T]`: their characters in the text, -1 where the tokenizer does not say.
+    - `prefix`, `suffix`: special tokens before and after it.
+    - `own_prefix`: the special tokens that it begins with itself, which only its later windows need.
+    """
+
+    ids: Ints
+    start: Ints
+    end: Ints
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...] = ()
+    own_prefix: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def prefix_at(self, begin: int) -> tuple[int, ...]:
+        """Return the special tokens before a window that begins at token `begin`."""
+        return self.own_prefix if begin and self.own_prefix else self.prefix
+
+
+@dataclass(frozen=True)
+class Window:
+    """The longest input, in tokens with special ones, and by how many the windows of a longer document overlap."""
+
+    n_tokens: int = 1024
+    overlap: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("n_tokens", "overlap"):
+            object.__setattr__(
+                self, name, check_count(f"window {name}", getattr(self, name), remedy="give a whole number of tokens")
+            )
+        if self.n_tokens < 2 * self.overlap or self.n_tokens < 2:
+            raise ConfigError(
+                f"windows of {self.n_tokens} tokens that overlap by {self.overlap}: give an overlap of at most half a"
+                " window"
+            )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents become batches.
+
+    - `window`: None for 1024 tokens, or what the host can take, an eighth of it overlapping.
+    - `batch_tokens`, `batch_rows`: of a batch at most, with padding.
+    - `special_tokens`: which stand before a text, "bos", "tokenizer" or "none" (see `encode`).
+    - `parse_special`: whether special tokens written in a text are such.
+    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date;
+      None for the one that the pack states.
+    """
+
+    window: Window | None = None
+    batch_tokens: int = 4096
+    batch_rows: int = 64
+    special_tokens: str = "bos"
+    parse_special: bool = False
+    chat_date: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "batch_rows"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least=1, remedy="give 1 or more"))
+        if self.special_tokens not in SPECIAL:
+            raise ConfigError(f"special_tokens is {self.special_tokens!r}: give one of {', '.join(SPECIAL)}")
+        if self.chat_date is not None:
+            parse_date(self.chat_date)
+
+    def window_for(self, name: str, longest: int | None) -> Window:
+        """Return the window for the host `name`, which takes `longest` tokens. Raises `ConfigError` if it is larger."""
+        if self.window is None:
+            n_tokens = min(1024, 1024 if longest is None else longest)
+            return Window(n_tokens, n_tokens // 8)
+        if longest is not None and self.window.n_tokens > longest:
+            raise ConfigError(f"windows of {self.window.n_tokens} tokens: {name} takes at most {longest}")
+        return self.window
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An input of the host: tokens `begin` to `stop` of the shard's document `place`, scored from `scored` on."""
+
+    place: int
+    begin: int
+    scored: int
+    stop: int
+    n_prefix: int
+    n_suffix: int = 0
+
+    def __len__(self) -> int:
+        return self.n_prefix + self.stop - self.begin + self.n_suffix
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Documents that are analysed, written and resumed as one; `is_last`: the input ends with them."""
+
+    index: int
+    documents: tuple[Document, ...]
+    is_last: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Hash of the ids of the documents, of what their rows say, and of the reasons."""
+        return self.digest_of(len(self.documents))
+
+    def digest_of(self, n_documents: int) -> str:
+        """Return the digest that a shard of the first `n_documents` of these has."""
+        sha = hashlib.sha256()
+        for document in self.documents[:n_documents]:
+            for part in (str(document.index), document.id, document.said, document.reason):
+                data = part.encode("utf-8", "surrogatepass")
+                sha.update(f"{len(data)}:".encode())
+                sha.update(data)
+        return sha.hexdigest()
+
+
+def encode(
+    tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False, after: bool = False
+) -> Tokens:
+    """Tokenise a text.
+
+    - `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it
+      adds none its beginning-of-sequence token, since a host's first state is hardly about its token; or "none". None
+      is put before a text whose own first tokens are the same: they are tokens of the text.
+    - `parse_special`: the text's own "<|im_start|>" are special tokens, not characters.
+    - `after`: with those that the tokenizer puts after it.
+    """
+    fast, added = bool(getattr(tokenizer, "is_fast", False)), special_tokens != "none"
+    encoding = tokenizer(
+        text,
+        add_special_tokens=added,
+        split_special_tokens=not parse_special,
+        return_offsets_mapping=fast,
+        return_attention_mask=False,
+        truncation=False,
+        verbose=False,
+    )
+    ids = np.asarray(encoding["input_ids"], dtype=np.int64)
+    before, behind = special_tokens_around(tokenizer, text) if added else ((), ())
+    inside = slice(len(before), len(ids) - len(behind))
+    if fast:
+        offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        start, end = offsets[inside, 0], offsets[inside, 1]
+    else:
+        start = end = np.full(len(ids[inside]), -1, dtype=np.int64)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if special_tokens == "bos" and not before and bos is not None:
+        before = (int(bos),)
+    has_own = begins_with(ids[inside], before)  # a rendered chat, say
+    return Tokens(
+        ids[inside], start, end, () if has_own else before, behind if after else (), before if has_own else ()
+    )
+
+
+def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
+    """Cut a document into pieces, in order; each of its tokens is scored in one of them."""
+    n_suffix, n = len(tokens.suffix), len(tokens)
+    n_special = max(len(tokens.prefix), len(tokens.own_prefix)) + n_suffix
+    if window.n_tokens - n_special <= window.overlap:
+        raise ConfigError(
+            f"windows of {window.n_tokens} tokens have {n_special} special ones and overlap by {window.overlap}:"
+            " nothing is left"
+        )
+    pieces, begin, scored = [], 0, 0
+    while scored < n:
+        n_prefix = len(tokens.prefix_at(begin))
+        stop = min(begin + window.n_tokens - n_prefix - n_suffix, n)
+        pieces.append(Piece(place, begin, scored, stop, n_prefix, n_suffix))
+        begin, scored = stop - window.overlap, stop
+    return pieces
+
+
+def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: bool = True) -> list[list[Piece]]:
+    """Group pieces, the longest first, into batches of at most `max_tokens` with padding (or one piece) and `max_rows`.
+
+    `padded`: whether pieces of different lengths may share a batch.
+    """
+    grouped: list[list[Piece]] = []
+    longest = 0
+    for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.place, piece.begin)):
+        if (
+            not grouped
+            or len(grouped[-1]) == max_rows
+            or (len(grouped[-1]) + 1) * longest > max_tokens
+            or not (padded or len(piece) == longest)
+        ):
+            grouped.append([])
+            longest = len(piece)
+        grouped[-1].append(piece)
+    return grouped
+
+
+def shards(documents: Iterable[Document]) -> Iterator[Shard]:
+    """Group documents into shards: `SHARD_DOCUMENTS` each, or fewer if they have over `SHARD_CHARS` characters."""
+    index, held, n_chars = 0, list[Document](), 0
+    for document in documents:
+        if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.said) > SHARD_CHARS):
+            yield Shard(index, tuple(held))
+            index, held, n_chars = index + 1, [], 0
+        held.append(document)
+        n_chars += len(document.said)
+    if held or not index:  # an input without documents is one shard of none
+        yield Shard(index, tuple(held), is_last=True)

@@ -1,0 +1,182 @@
+"""Opens small files of other projects, JSON and safetensors, and checks their fields.
+
+    files = named_files("probes/", ".pt")                           # {concept: path}
+    config = read_json(path); layers = field(config, "n_layers", int, path)
+    tensors, metadata = read_safetensors(path)
+
+As in `probemon.lab.importers.weights`, nothing that is read is run, no file is read past a bound, and none outside of a
+given folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from probemon.errors import ImportRefused
+from probemon.lab.importers import weights
+from probemon.util.files import sha256
+from probemon.util.strict_json import RepeatedKey, loads, no_constant
+
+MAX_BYTES = 8 << 30
+_LARGEST = 1e300  # an integer of JSON can be larger than any float
+_PICKLES = (".pkl", ".pickle", ".joblib", ".dill", ".cloudpickle")
+
+
+def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> dict[str, Path]:
+    """Return files by concept: those of a mapping, one file by its stem, or all of a folder with the suffix.
+
+    Raises `ImportRefused`.
+    """
+    if isinstance(source, Mapping):
+        files = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
+        if not files:
+            raise ImportRefused("there is no probe to import: the dict of files is empty")
+    elif as_path(source, "the source, a file, a folder or a dict of files by concept,").is_dir():
+        files = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
+        if not files:
+            names = sorted(path.name for path in Path(source).iterdir())
+            for name in names:
+                _no_pickle(Path(name))
+            raise ImportRefused(
+                f"{source} holds no {suffix} file{f' (it holds {names[0]})' if names else ''}: give the folder that the"
+                " probes were saved to"
+            )
+    else:
+        files = {Path(source).stem: Path(source)}
+    for path in files.values():
+        _check_file(path)
+    return files
+
+
+def hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return sha256 of files by concept, by their names; where several have one name, the concept stands before it."""
+    names = [path.name for path in files.values()]
+    return {
+        path.name if names.count(path.name) == 1 else f"{concept}: {path.name}": sha256(path)
+        for concept, path in files.items()
+    }
+
+
+def _check_file(path: Path, max_bytes: int = MAX_BYTES) -> None:
+    _no_pickle(path)
+    weights.check_file(path, max_bytes)
+
+
+def _no_pickle(path: Path) -> None:
+    if path.suffix.lower() in _PICKLES:
+        raise ImportRefused(
+            f"{path} is a pickle, and loading one runs what is in it: load it yourself where you trust it, and hand"
+            " over the objects (probemon.lab.importers.sklearn, .generic)"
+        )
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises `ImportRefused`."""
+    _check_file(path, weights.MAX_JSON_BYTES)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ImportRefused(f"{path} cannot be read ({str(error)[:100]})") from None
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, what: str) -> Any:
+    """Read a JSON text. Raises `ImportRefused` naming `what`."""
+    try:
+        return loads(text, constant=no_constant)
+    except RepeatedKey as error:
+        raise ImportRefused(f"{what}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ImportRefused(f"{what} is not valid JSON ({type(error).__name__}: {str(error)[:100]})") from None
+
+
+def read_safetensors(
+    path: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the wanted tensors by name, and the file's own metadata.
+
+    safetensors checks that no tensor lies outside of the file, so that all take at most its bytes. Raises
+    `ImportRefused`.
+    """
+    _check_file(path)
+    weights.check_is_safetensors(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}, dict(file.metadata() or {})  # noqa: SIM118 (not a dict)
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ImportRefused(
+            f"{path} cannot be read as safetensors ({str(error)[:150]}): give a file that safetensors.torch.save_file"
+            " wrote"
+        ) from None
+
+
+def as_path(path: object, what: str) -> Path:
+    """Return a path as a `Path`. Raises `ImportRefused` naming `what` where it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ImportRefused(f"{what} is given as a {type(path).__name__}: give a path")
+    return Path(path)
+
+
+def only_tensors(tensors: Collection[str], known: Collection[str], where: object) -> None:
+    """Raise `ImportRefused` for tensors that the format does not know."""
+    others = [str(name) for name in tensors if name not in known]
+    if others:
+        raise ImportRefused(
+            f"{where} holds {', '.join(others[:8])} beside {', '.join(known)}: what that does to a score is not known"
+            " here. Where it does nothing, give the weights to probemon.lab.importers.generic"
+        )
+
+
+def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
+    """Return a tensor of floats by name. Raises `ImportRefused`."""
+    tensor = tensors.get(name)
+    if not isinstance(tensor, Tensor):
+        names = ", ".join(map(str, list(tensors)[:8])) or "nothing"
+        raise ImportRefused(f"{where} holds no tensor {name!r}; it holds {names}")
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        raise ImportRefused(f"{where}: {name!r} is {tensor.dtype}, {tensor.layout}: expected a plain tensor of floats")
+    return tensor
+
+
+def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any = ...) -> Any:
+    """Return a field of a JSON object.
+
+    Raises `ImportRefused` where it is of another kind, or is missing without a default.
+    """
+    if not isinstance(mapping, dict):
+        raise ImportRefused(f"{where}: expected an object, found {type(mapping).__name__}")
+    value: Any = mapping.get(name, default)
+    if value is ...:
+        raise ImportRefused(f"{where} has no {name!r}")
+    if value is default:
+        return value
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ImportRefused(f"{where}: {name!r} is {value!r}, expected {kind.__name__}")
+    if kind is float and not abs(value) < _LARGEST:
+        raise ImportRefused(f"{where}: {name!r} is not a finite number")
+    return float(value) if kind is float else value
+
+
+def site_of(stated: str | None, site: str | None, where: object) -> str:
+    """Return the site that the file states, else the user's.
+
+    Raises `ImportRefused` where they differ or both are missing.
+    """
+    if stated is None and site is None:
+        raise ImportRefused(
+            f"{where} does not say at which site of the host the state is read: give site=, such as 'resid_post.15'"
+            " (the output of block 15, counted from 0)"
+        )
+    if stated is not None and site not in (None, stated):
+        raise ImportRefused(
+            f"{where} says that the state is read at {stated}, and site={site!r} was given: leave it out, or import the"
+            " weights with probemon.lab.importers.generic"
+        )
+    return stated if stated is not None else str(site)

@@ -1,0 +1,270 @@
+"""Finds the probes in a HatCat pack's folder, of every generation of the format.
+
+    probe_folder = ProbeFolder(Folder("lens_packs/mine"), notes)
+    # of pack_info.json, lens_pack.json or pack.json, where they say it
+    probe_folder.model, probe_folder.hidden_dim, probe_folder.n_layers
+    probe_folder.place(graph, notes)                   # {node: Stored}: the file of every probe, and its name in a bank
+
+- layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level
+- banked: `banks/layer{L}/Parent.bank.pt`, a state dict for each child, and `individual/layer{L}/`
+- flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON names, and the folder itself; a flat file
+  says no level
+
+Weights anywhere else in the folder are noted, not read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probemon.errors import ImportRefused
+from probemon.lab.importers.hatcat_tree import MAX_LEVEL, Graph, Node, key_of, levels_by_name, node_of
+from probemon.lab.importers.report import Notes
+from probemon.lab.importers.weights import MAX_BYTES, Folder, load_bank
+
+_LAYER = re.compile(r"layer(\d{1,4})")
+_INFO = ("pack_info.json", "lens_pack.json", "pack.json")
+_FLAT = ("probes/activation", "activation_lenses")
+_SUFFIX = "_classifier"
+_MAX_LOOKED = 1_000_000  # files of a folder, to find weights where none are expected
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A probe's file, and its name in it where that is a bank."""
+
+    path: Path
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class _Bank:
+    """A file of one parent's children: at `level` where nothing else says it; an index has `listed` them, or None."""
+
+    parent: Node
+    level: int
+    path: Path
+    listed: tuple[str, ...] | None
+
+
+class ProbeFolder:
+    """Lists the probes of a folder, and reads its JSON but no weights.
+
+    Raises `ImportRefused` for JSON of another kind and for a path that leaves the folder.
+    """
+
+    def __init__(self, folder: Folder, notes: Notes, max_bytes: int = MAX_BYTES) -> None:
+        self.folder, self._max_bytes = folder, max_bytes
+        self.info = self._read_info()
+        model = self._of_model("model_name") or self._of_model("model_id") or self.info.get("model")
+        self.model = model if isinstance(model, str) else None
+        self.hidden_dim, self.n_layers = self._count("hidden_dim", notes), self._count("num_layers", notes)
+        self._seen: set[Path] = set()  # files that need no note from _note_elsewhere
+        self._layered: list[tuple[Node, Path]] = []
+        self._flat: list[tuple[str, Path]] = []
+        self._banks: list[_Bank] = []
+        for parts in ((), ("individual",)):
+            for level, name in self._levels(*parts):
+                self._layered += [((_name(path), level), path) for path in self._probes(notes, *parts, name)]
+        self._find_banks()
+        for place in dict.fromkeys((*self._stated_places(), *_FLAT)):
+            self._flat += [(_name(path), path) for path in self._probes(notes, place)]
+        own = self.folder.files(suffix=".pt")
+        self._flat += [(_name(path), path) for path in own]
+        self._seen |= {*own, *(bank.path for bank in self._banks)}
+        self._note_elsewhere(notes)
+
+    def _read_info(self) -> dict[str, Any]:
+        """Merge the pack's JSON files; the newest wins."""
+        merged: dict[str, Any] = {}
+        for name in _INFO:
+            content = self.folder.json(name)
+            if content is not None and not isinstance(content, dict):
+                raise ImportRefused(f"{self.folder.path / name} is no object: fetch it again")
+            merged = {**(content or {}), **merged}
+        return merged
+
+    def _of_model(self, key: str) -> Any:
+        model_info = self.info.get("model_info")
+        return model_info.get(key) if isinstance(model_info, dict) else None
+
+    def _count(self, key: str, notes: Notes) -> int | None:
+        """Return a count from the pack's JSON or its model_info; note one that cannot be."""
+        count = self.info.get(key, self._of_model(key))
+        if count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 1 << 31):
+            return count
+        notes.add("unusable", f"{key} {count!r:.60}")
+        return None
+
+    def _stated_places(self) -> Iterator[str]:
+        for key, names in (
+            ("lens_paths", ("activation_lenses", "activation")),
+            ("probe_paths", ("activation_probes",)),
+        ):
+            places = self.info.get(key)
+            if not isinstance(places, dict):
+                continue
+            for name in names:
+                if places.get(name) is None:
+                    continue
+                if not isinstance(places[name], str):
+                    raise ImportRefused(
+                        f"{self.folder.path}: {key}.{name} is {places[name]!r:.80}, expected the name of a folder"
+                    )
+                self.folder.inside(places[name])
+                yield places[name].strip("/")
+
+    def _levels(self, *parts: str) -> list[tuple[int, str]]:
+        """List the folders of levels, ascending."""
+        base = self.folder.inside(*parts) if parts else self.folder.path
+        names = [entry.name for entry in base.iterdir() if entry.is_dir()] if base.is_dir() else []
+        return sorted(
+            (int(match[1]), name) for name in names if (match := _LAYER.fullmatch(name)) and int(match[1]) <= MAX_LEVEL
+        )
+
+    def _probes(self, notes: Notes, *parts: str) -> list[Path]:
+        """List the probes of one folder, `Name.pt` before `Name_classifier.pt`; note what else is in it."""
+        entries = self.folder.files(*parts, suffix="")
+        self._seen |= set(entries)
+        for path in entries:
+            if path.suffix not in (".pt", ".json") and path.is_file():
+                notes.add("unread", path.relative_to(self.folder.path).as_posix())
+        return sorted(
+            (path for path in entries if path.suffix == ".pt"),
+            key=lambda path: (path.stem.endswith(_SUFFIX), path.name),
+        )
+
+    def _find_banks(self) -> None:
+        index = self.folder.json("bank_index.json")
+        if index is not None and not isinstance(index, dict):
+            raise ImportRefused(f"{self.folder.path / 'bank_index.json'} is no object: fetch it again")
+        indexed = set()
+        for key, entry in sorted((index or {}).items()):
+            parent = node_of(key)
+            place = entry.get("bank_path") if isinstance(entry, dict) else None
+            if parent is None or not isinstance(place, str):
+                raise ImportRefused(
+                    f'{self.folder.path / "bank_index.json"}: {key!r:.80}: expected "Parent:level" with its bank_path'
+                )
+            path = self.folder.inside(place)
+            names = entry.get("concepts")
+            if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+                raise ImportRefused(
+                    f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {names!r:.80}, expected a"
+                    " list of names"
+                )
+            self._banks.append(_Bank(parent, parent[1] + 1, path, None if names is None else tuple(names)))
+            indexed.add(path.resolve())
+        for level, name in self._levels("banks"):
+            for path in self.folder.files("banks", name, suffix=".bank.pt"):
+                if path.resolve() not in indexed:  # of no index: its name is the parent's
+                    parent = (path.name.removesuffix(".bank.pt"), level - 1)
+                    self._banks.append(_Bank(parent, level, path, None if index is None else ()))
+
+    def _note_elsewhere(self, notes: Notes) -> None:
+        """Note the weights where this format keeps no probes: in a folder that is no level, in one within a level.
+
+        Links and hidden folders are not followed.
+        """
+        real: set[str] | None = None
+        n_looked = 0
+        for folder, below, files in os.walk(
+            self.folder.path,
+            onerror=lambda error: notes.add("elsewhere", f"perhaps in a folder that cannot be read: {error}"),
+        ):
+            below[:] = sorted(name for name in below if not name.startswith("."))
+            for name in sorted(files):
+                n_looked += 1
+                path = Path(folder, name)
+                if path.suffix.lower() != ".pt" or name.startswith(".") or path in self._seen:
+                    continue
+                real = {os.path.realpath(seen) for seen in self._seen} if real is None else real
+                if os.path.realpath(path) not in real:  # else a link leads to it
+                    notes.add("elsewhere", path.relative_to(self.folder.path).as_posix())
+            if n_looked > _MAX_LOOKED:
+                notes.add("elsewhere", f"perhaps more, past the first {_MAX_LOOKED:,} files")
+                return
+
+    def place(self, graph: Graph, notes: Notes) -> dict[Node, Stored]:
+        """Return the file of every probe; a graph without edges is given those that banks state.
+
+        Of a probe stored twice, which is noted, the first is taken: a file of its own, then a bank, then a flat file.
+        """
+        stored: dict[Node, Stored] = {}
+
+        def put(node: Node, place: Stored) -> None:
+            if node in stored:
+                notes.add(
+                    "twice",
+                    f"{key_of(node)} in {stored[node].path.relative_to(self.folder.path)} and"
+                    f" {place.path.relative_to(self.folder.path)}",
+                )
+            else:
+                stored[node] = place
+
+        for node, path in self._layered:
+            put(node, Stored(path))
+        levels, children = graph.levels_of(), graph.children()
+        has_edges = any(graph.parents.values())
+        for bank in self._banks:
+            below = levels_by_name(children.get(bank.parent, []))
+            bank_probes = load_bank(bank.path, self._max_bytes)
+            where = f"of {bank.path.relative_to(self.folder.path).as_posix()}"
+            listed_names = dict.fromkeys(bank.listed or ())
+            for name in sorted(listed_names.keys() - bank_probes.keys()):
+                notes.add("bank_lacks", f"{name} {where}")
+            for name in bank_probes:
+                if bank.listed is not None and name not in listed_names:
+                    notes.add("bank_unlisted", f"{name} {where}")
+                # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.
+                if has_edges:
+                    known = below.get(name, [])
+                else:
+                    known = [level for level in levels.get(name, []) if level > bank.parent[1]][:1]
+                node = (name, _free_level(name, known, stored, notes, where, bank.level))
+                put(node, Stored(bank.path, name))
+                if not has_edges and bank.parent[1] >= 0:
+                    graph.link(bank.parent, node)
+                    notes.add("bank_edges", f"{key_of(bank.parent)} > {key_of(node)}")
+                if has_edges and name not in below:
+                    notes.add("bank_elsewhere", f"{name} {where}")
+        stored_names = {name for name, _ in stored}
+        for name, path in self._flat:
+            free = [level for level in levels.get(name, []) if (name, level) not in stored]
+            if not free and name in stored_names:
+                known_first = (*levels.get(name, []), *range(MAX_LEVEL + 1))
+                put((name, next(level for level in known_first if (name, level) in stored)), Stored(path))
+                continue
+            if len(levels.get(name, [])) > 1:
+                notes.add(
+                    "ambiguous",
+                    f"{path.relative_to(self.folder.path)} for {key_of((name, free[0]))}, of levels"
+                    f" {', '.join(map(str, levels[name]))}",
+                )
+            put((name, free[0] if free else 0), Stored(path))
+            stored_names.add(name)
+        if not stored:
+            raise ImportRefused(
+                f"{self.folder.path} holds no probes: expected layer0/Name.pt and so on, banks/, probes/activation/ or"
+                " activation_lenses/ in it"
+            )
+        return stored
+
+
+def _name(path: Path) -> str:
+    return path.stem.removesuffix(_SUFFIX) or path.stem
+
+
+def _free_level(
+    name: str, known: Sequence[int], stored: Container[Node], notes: Notes, where: str, otherwise: int
+) -> int:
+    """Return the level of a probe in a bank: the first known one without a probe. More than one of them is noted."""
+    free = [level for level in known if (name, level) not in stored]
+    if len(free) > 1:
+        notes.add("ambiguous", f"{name} {where} for {key_of((name, free[0]))}, of levels {', '.join(map(str, known))}")
+    return next(iter(free or known), otherwise)

@@ -1,0 +1,169 @@
+"""Kinds of probes of one site, and the one that does best on texts which did not train it.
+
+    names = possible(data, settings, n_sites=1)               # ("logistic", "watched", "joint", "mlp")
+    weights = fit_candidate("mlp", problem, linear)            # of standardised states
+    chosen, areas = best_candidate(names, problem)
+
+- "logistic": regressions by themselves, a child's on what its parent is
+- "watched": the same, gone on with on the running score that will be watched
+- "joint": the same, gone on with on path scores, all probes together, siblings ranked
+- "mlp": two small hidden layers, begun at the linear solution, on path scores
+
+The simplest is taken unless another is better on a fifth of the training groups by more than one standard error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.aggregate import Aggregator
+from probemon.core.hierarchy import Mask
+from probemon.lab.training.crossvalidation import deal
+from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.fitting import Rows, balanced, fit_linear
+from probemon.lab.training.labels import Known
+from probemon.lab.training.logistic import Targets
+from probemon.lab.training.metrics import auroc_of
+from probemon.lab.training.path_loss import HIDDEN, Recipe, fit, initial, logits_of
+from probemon.lab.training.running_scores import by_path, part_scores
+from probemon.lab.training.standard import Weights
+from probemon.lab.training.watched_loss import fit_watched, is_known
+
+CANDIDATES = ("logistic", "watched", "joint", "mlp")
+_SHAPE = (32, 16)
+_RANKING = 0.5
+_LEAST_STEPS = 200  # of the optimiser, where rows are few
+_RESAMPLED = 50
+_COMPARED_BYTES = 96 << 20  # of the rows on which kinds are compared
+_LEAST_GAIN = 0.001  # in AUROC, for which a kind that is less simple is taken
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows of one site, and what concepts `own` learn from them: `learnt [S, P]`, penalties `l2 [P]`."""
+
+    data: Dataset
+    rows: Rows
+    own: Sequence[int]
+    learnt: Known
+    l2: Tensor
+    aggregator: Aggregator
+    seed: int
+
+    @property
+    def targets(self) -> Targets:
+        """What each row is of."""
+        known = self.learnt[:, list(self.own)]
+        return Targets(
+            self.rows.part,
+            torch.from_numpy(known),
+            balanced(self.data.known[:, list(self.own)], self.data.background),
+        )
+
+    def only(self, use: Mask) -> Problem:
+        """Return the same with the rows of some parts `[S]`."""
+        return replace(self, rows=self.rows.only(use))
+
+
+def possible(data: Dataset, aggregator: Aggregator, *, n_sites: int) -> tuple[str, ...]:
+    """Return which kinds there can be, the simplest first."""
+    names = ["logistic"]
+    if is_known(aggregator) and not data.of_span.any() and not data.is_tree:
+        names.append("watched")
+    if n_sites == 1 and all(len(parents) <= 1 for parents in data.parents):
+        names += ["joint"] * data.is_tree + ["mlp"]
+    return tuple(names)
+
+
+def fit_candidate(name: str, problem: Problem, linear: Weights) -> Weights:
+    """Return the probes of a kind, for standardised states; `linear` are the logistic ones."""
+    if name == "logistic":
+        return linear
+    if name == "watched":
+        return fit_watched(problem.aggregator, problem.rows.x, problem.targets, problem.l2, linear)
+    parents = torch.tensor([parents[0] if parents else -1 for parents in problem.data.parents])
+    rows, n_rows = problem.rows, len(problem.rows.part)
+    size = torch.bincount(rows.part, minlength=len(problem.data.known)).clamp(min=1)
+    share = balanced(problem.data.known, problem.data.background)
+    weight = (share / size)[rows.part].float()
+    weight = weight / weight.mean()
+    labels = torch.from_numpy(problem.data.known)[rows.part]
+    seeds = [_seed(problem.seed, concept.id) for concept in problem.data.concepts]
+    recipe = HIDDEN if name == "mlp" else Recipe(epochs=1, rate=3e-4, decay=0.05)
+    epochs = max(recipe.epochs, -(-_LEAST_STEPS * recipe.batch // max(1, n_rows)))
+    start = initial(_SHAPE, seeds, rows.x.shape[1], linear) if name == "mlp" else linear
+    return fit(
+        rows.x,
+        labels,
+        parents,
+        seeds,
+        replace(recipe, epochs=min(epochs, 20)),
+        weight=weight,
+        shape=_SHAPE if name == "mlp" else (),
+        seed=problem.seed,
+        start=start,
+        ranking=_RANKING if problem.data.is_tree else 0.0,
+        progress=False,
+    )
+
+
+def best_candidate(names: Sequence[str], problem: Problem) -> tuple[str, dict[str, float]]:
+    """Return the kind that is taken, and the mean AUROC of each on a fifth of the training groups."""
+    data = problem.data
+    use = data.of("train") & (data.compared >= 0).any(axis=1)
+    if len(names) == 1:
+        return names[0], {}
+    folds = np.full(len(data.known), -1, dtype=np.int64)
+    group = np.unique(data.group[use], return_inverse=True)[1].astype(np.int64)
+    folds[use] = deal(group, data.compared[use], seed=problem.seed)
+    held = folds == 0
+    # Where rows are many, every so-many-th group is enough to compare kinds.
+    every = max(1, problem.rows.x.nbytes // _COMPARED_BYTES)
+    fitted = problem.only(data.of("train") & ~held & (data.group % every == 0))
+    tested = problem.rows.only(held)
+    linear = fit_linear(fitted.rows, fitted.targets, problem.l2, to_compare=True)
+    scores = {}
+    for name in names:
+        own = torch.sigmoid(logits_of(tested.x, fit_candidate(name, fitted, linear))).numpy()
+        if len(problem.own) == len(data.concepts):
+            by_path(own, data.parents)
+        scores[name] = part_scores(data, problem.aggregator, torch.from_numpy(own), tested.part)[held]
+    known, groups = data.compared[held][:, list(problem.own)], data.group[held]
+    areas = {name: _mean_area(values, known, np.arange(held.sum())) for name, values in scores.items()}
+    chosen = names[0]
+    for name in names[1:]:
+        gain = areas[name] - areas[chosen]
+        if gain > _LEAST_GAIN and gain > _error(scores[name], scores[chosen], known, groups, problem.seed):
+            chosen = name
+    return chosen, areas
+
+
+def _mean_area(scores: np.ndarray, known: Known, rows: np.ndarray) -> float:
+    found = []
+    for p in range(scores.shape[1]):
+        use = rows[(known[rows, p] >= 0) & ~np.isnan(scores[rows, p])]
+        found.append(auroc_of(scores[use, p], known[use, p] == 1))
+    areas = np.asarray(found)
+    return float(areas[~np.isnan(areas)].mean()) if (~np.isnan(areas)).any() else 0.5
+
+
+def _error(a: np.ndarray, b: np.ndarray, known: Known, group: np.ndarray, seed: int) -> float:
+    """The standard error of the difference of mean areas, over resampled groups."""
+    _, number = np.unique(group, return_inverse=True)
+    generator, found = np.random.default_rng(seed), []
+    for _ in range(_RESAMPLED):
+        times = np.bincount(generator.integers(0, number.max() + 1, number.max() + 1), minlength=number.max() + 1)
+        rows = np.repeat(np.arange(len(number)), times[number])
+        found.append(_mean_area(a, known, rows) - _mean_area(b, known, rows))
+    return float(np.std(found, ddof=1))
+
+
+def _seed(seed: int, id: str) -> int:
+    """A seed for one probe that does not depend on those beside it."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{id}".encode()).digest()[:6], "big")

@@ -1,0 +1,194 @@
+"""Reads the rows of files of examples: JSON lines, tables of texts, parquet, YAML.
+
+    for where, row in read_rows(["mails.jsonl", "concepts.yaml"]): ...    # where: "mails.jsonl, line 3"
+
+What a row says is not asked here, but for what its kind of file makes of it: a cell with several labels, a list of
+concepts.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from probemon.errors import TrainingError
+from probemon.util.extras import import_arrow
+from probemon.util.file_kinds import (
+    BEGIN_BYTES,
+    ONE_ARRAY,
+    ONE_OBJECT,
+    TAR,
+    dataset_folder,
+    is_spread_json,
+    kind_of,
+    remedy_of,
+    without_mark,
+)
+from probemon.util.first_sentence import first_sentence
+from probemon.util.strict_json import RepeatedKey, loads
+from probemon.util.yaml_text import read_yaml
+
+_JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
+_LONGEST_CELL = 1 << 30  # the reader's own limit is a page or two of many
+_LIST_SEPARATOR, _LISTS = ";", ("label", "labels", "not")  # of a cell of a table
+Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+
+
+def read_rows(sources: Source | Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(sources, (str, os.PathLike)):
+        yield from _of_file(Path(sources))
+        return
+    if isinstance(sources, Mapping) or not isinstance(sources, Iterable):
+        raise TrainingError(f"examples are {type(sources).__name__}: give files, or an iterable of dicts")
+    for i, item in enumerate(sources):
+        if isinstance(item, (str, os.PathLike)):
+            yield from _of_file(Path(item))
+        else:
+            yield _mapping(item, f"example {i}")
+
+
+def _mapping(item: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(item, Mapping):
+        raise TrainingError(f"{where} is {type(item).__name__}: give an object with 'text' and 'labels', or a pair")
+    return where, item
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        if not path.is_dir():
+            raise TrainingError(_no_such_file(path))
+        dataset = dataset_folder(path)
+        raise TrainingError(f"{path} is {dataset}" if dataset else f"{path} is a folder: give its files")
+    try:
+        _check_kind(path, suffix)
+        if suffix in _JSON:
+            yield from _json_lines(path)
+        elif suffix in _TABLES:
+            csv.field_size_limit(_LONGEST_CELL)
+            with path.open(encoding="utf-8-sig", newline="") as stream:
+                table = csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+                _check_columns(table.fieldnames or (), path.name)
+                for i, row in enumerate(table):
+                    yield f"{path.name}, row {i + 1}", _of_cells(row, f"{path.name}, row {i + 1}")
+        elif suffix in _YAML:
+            yield from _yaml(path)
+        elif suffix == ".parquet":
+            for i, row in enumerate(_parquet(path)):
+                yield f"{path.name}, row {i + 1}", {**row, **_lists(row)}
+        else:
+            raise TrainingError(f"{path.name}: its kind is unknown: give .jsonl, .csv, .tsv, .parquet or .yaml")
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except csv.Error as error:
+        raise TrainingError(f"{path.name} is no table of texts ({error}): is a quote left open?") from None
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _check_kind(path: Path, suffix: str) -> None:
+    """Raise `TrainingError` for a file that is of another kind than its name says, and names the remedy."""
+    with path.open("rb") as stream:
+        begin = stream.read(BEGIN_BYTES)
+    if suffix == ".tgz" or path.name.lower().endswith(".tar.gz"):
+        raise TrainingError(f"{path.name} is {TAR}: {remedy_of(TAR)}")
+    if suffix == ".gz":
+        raise TrainingError(f"{path.name} is compressed by gzip: decompress it (gunzip -k {path.name})")
+    if suffix == ".parquet":
+        return  # whose reader says what is wrong
+    if suffix in _JSON and is_spread_json(begin):
+        raise TrainingError(f"{path.name} is {ONE_OBJECT}")
+    if suffix == ".json" and without_mark(begin).startswith(b"["):
+        raise TrainingError(f"{path.name} is {ONE_ARRAY}")
+    if kind := kind_of(path):
+        remedy = remedy_of(kind) or "write its rows as .jsonl"
+        raise TrainingError(f"{path.name} is {kind}, and no table of texts: {remedy}")
+
+
+def _no_such_file(path: Path) -> str:
+    if path.is_symlink():
+        return f"{path} is a link that leads nowhere: mend it, or give the file itself"
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"no such file: {path}{f', did you mean {path.parent / near[0]}?' if near else ''}"
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{path.name}, line {number}"
+                try:
+                    value = loads(line)
+                except UnicodeEncodeError as error:
+                    half = ascii(error.object[error.start])[1:-1]
+                    raise TrainingError(
+                        f"{where} holds {half}, half of a pair of surrogates, which is no character: write both halves,"
+                        " or leave it out"
+                    ) from None
+                except RepeatedKey as error:
+                    raise TrainingError(f"{where}: {error}") from None
+                except RecursionError:
+                    raise TrainingError(f"{where} is nested too deeply: give one object a line") from None
+                except ValueError as error:
+                    raise TrainingError(f"{where} is no JSON ({error}): give one object a line") from None
+                yield _mapping(value, where)
+
+
+def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    value = read_yaml(path.read_text(encoding="utf-8-sig"), path.name, TrainingError).value
+    value = value.get("concepts") if isinstance(value, Mapping) else value
+    if not isinstance(value, list):
+        raise TrainingError(f"{path.name}: give a list of concepts, or a list under 'concepts'")
+    for i, item in enumerate(value):
+        where, row = _mapping(item, f"{path.name}, concept {i + 1}")
+        if "id" not in row:
+            raise TrainingError(f"{where} has no 'id'")
+        yield where, {"examples": [], **row}
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    arrow = import_arrow("reading parquet")
+    try:
+        file = arrow.parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise TrainingError(f"{path.name} is no parquet: {first_sentence(error)}") from None
+    _check_columns(file.schema_arrow.names, path.name)
+    for batch in file.iter_batches(1024):
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:  # which is told beside those of other files
+            raise
+        except (ValueError, OverflowError) as error:  # a date after the year 9999, an unknown time zone
+            raise TrainingError(
+                f"{path.name} holds values that cannot be read ({first_sentence(error)}): leave such columns out"
+            ) from None
+        yield from rows
+
+
+def _check_columns(names: Sequence[str], where: str) -> None:
+    twice = [name for name, n in Counter(names).items() if n > 1]
+    if twice:
+        raise TrainingError(f"{where} has two columns {twice[0]!r}: rename one")
+
+
+def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:
+    """A row of a table of texts: lists are separated, what is empty is not there."""
+    if None in row or any(value is None for value in row.values()):
+        raise TrainingError(f"{where} has more or fewer cells than the header: quote texts that hold separators")
+    cells = {str(key): value for key, value in row.items() if value != "" or key in _LISTS}
+    return {**cells, **_lists(cells)}
+
+
+def _lists(row: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Of a row of a table the cells that hold labels, taken apart."""
+    return {
+        key: [part.strip() for part in row[key].split(_LIST_SEPARATOR) if part.strip()]
+        for key in _LISTS
+        if isinstance(row.get(key), str)
+    }

@@ -1,0 +1,130 @@
+"""Fits the probes of one site on rows of states: penalties by validation, probes by every method.
+
+    rows = Rows.of(store, data, site, which, spec, dtype, most_bytes=..., seed=0)     # x standardised, part, ...
+    linear = fit_linear(rows, l2)                           # {"w1" [P, 1, D], "b1" [P, 1]}, of standardised states
+
+A child of a hierarchy learns, among what its parents are, what is of it: see `Dataset.learnt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.familiarity import Familiar
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import prepare_input
+from probemon.core.probes import InputSpec
+from probemon.engine.audit import sample
+from probemon.errors import TrainingError
+from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.directions import discriminant, mean_difference, scaled
+from probemon.lab.training.labels import Known
+from probemon.lab.training.logistic import TO_COMPARE, Dense, Targets, fit_logistic
+from probemon.lab.training.standard import Standard, Weights
+from probemon.lab.training.state_store import SiteStates, StateStore
+
+METHODS = ("auto", "logistic", "watched", "joint", "mlp", "mass_mean", "lda")
+BESIDE = ("logistic", "mass_mean", "lda")  # are always fitted, too
+_CHUNK = 1 << 15
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Standardised states `x [N, D]` fp32 of parts of texts: `part [N]` of each, `row [N]` in the store; drawn
+    from `n_of` rows.
+    """
+
+    x: Tensor
+    part: Tensor
+    row: Tensor
+    standard: Standard
+    n_of: int
+
+    @classmethod
+    def of(
+        cls,
+        states: SiteStates,
+        part_of_row: Tensor,
+        use: Mask,
+        spec: InputSpec,
+        dtype: torch.dtype,
+        *,
+        most_bytes: int,
+        seed: int,
+    ) -> Rows:
+        """Take rows of the parts in `use [S]`, at most so many bytes of them: drawn, each as likely."""
+        row = torch.from_numpy(np.flatnonzero(use[part_of_row.numpy()]))
+        n_of, most = len(row), max(1, most_bytes // (4 * states.shape[1]))
+        if n_of > most:
+            drawn = sample(most / n_of, seed, row.numpy())
+            row = row[torch.from_numpy(drawn)] if drawn is not None else row[:most]
+        x = prepared(states, row, spec, dtype)
+        standard = Standard.of(x)
+        return cls(x.sub_(standard.mean).div_(standard.scale), part_of_row[row], row, standard, n_of)
+
+    def only(self, use: Mask) -> Rows:
+        """Return those of the parts in `use [S]`; standardised as before."""
+        chosen = torch.from_numpy(use)[self.part]
+        return Rows(self.x[chosen], self.part[chosen], self.row[chosen], self.standard, self.n_of)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Probes as they are written, and those of the other methods at the same sites; `method` of the first, `areas` of
+    the kinds that it was chosen from.
+
+    `learnt_from`: how many tokens they learnt from, and of how many that train; at the site with the fewest.
+    """
+
+    method: str
+    areas: Mapping[str, float]
+    weights: Weights
+    by_method: Mapping[str, Weights]
+    inputs: tuple[InputSpec, ...]
+    input_of: Ints
+    familiar: list[Familiar | None]
+    golden: Tensor
+    learnt_from: tuple[int, int]
+
+
+def prepared(states: SiteStates, row: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
+    """Return what probes read of these rows `[n, D]`, fp32. Raises `TrainingError` for states that are no numbers."""
+    x = torch.empty(len(row), states.shape[1])
+    for begin in range(0, len(row), _CHUNK):
+        x[begin : begin + _CHUNK] = prepare_input(states[row[begin : begin + _CHUNK]], spec, dtype).float()
+    if not bool(x.isfinite().all()):
+        raise TrainingError(
+            f"{int((~x.isfinite()).any(1).sum())} of {len(x)} states at {spec.site} are no numbers in"
+            f" {str(dtype).removeprefix('torch.')}: choose other layers, or load the model in another precision"
+        )
+    return x
+
+
+def row_parts(data: Dataset, store: StateStore) -> Tensor:
+    """Return the part of each row of a store `[R]`."""
+    return torch.from_numpy(data.part_of(store.document, store.position))
+
+
+def balanced(known: Known, background: Mask) -> Tensor:
+    """Return how much each part counts `[S]`: all of the background as much as the other parts without a concept."""
+    n_own = float(np.median((known[~background] == 0).sum(axis=0))) if (~background).any() else 0.0
+    n_background = int(background.sum())
+    share = min(1.0, max(1.0, n_own) / n_background) if n_background else 1.0
+    return torch.from_numpy(np.where(background, share, 1.0))
+
+
+def fit_linear(
+    rows: Rows, targets: Targets, l2: Tensor, method: str = "logistic", *, to_compare: bool = False
+) -> Weights:
+    """Return linear probes by a method, for standardised states; `to_compare`: as far as areas still move."""
+    if method == "logistic":
+        w, b = fit_logistic(Dense(rows.x), targets, l2, **(TO_COMPARE if to_compare else {}))
+    else:
+        direction = {"mass_mean": mean_difference, "lda": discriminant}[method](rows.x, targets)
+        w, b = scaled(rows.x, targets, direction)
+    return {"w1": w[:, None], "b1": b[:, None]}

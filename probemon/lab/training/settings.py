@@ -1,0 +1,133 @@
+"""What training is told.
+
+settings = TrainingSettings(layers="auto", watch="ema:0.3", fpr=0.01)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probemon.core.aggregate import Aggregator, named
+from probemon.core.baselines import refuse_baseline
+from probemon.core.probes import check_sites_once, is_recurrent, parse_site
+from probemon.errors import ConfigError
+from probemon.host.chat_dates import CHAT_DATE, parse_date
+from probemon.lab.training.examples import ROLES
+from probemon.lab.training.fitting import METHODS
+from probemon.lab.training.state_store import BUDGET
+from probemon.util.checks import check_choice, check_count, check_share, shown
+
+DEPTHS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the layers that a sweep tries
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of `train`.
+
+    - `layers`: "auto" for five of them between a quarter and three quarters of the depth; or numbers, or sites
+    - `method`: of the probes that are written: "auto" for the kind that does best on a fifth of the training groups,
+      or one of `probemon.lab.training.candidates`, or "mass_mean" or "lda"
+    - `watch`: the aggregator whose running score will be watched; a text's score is the highest of it
+    - `roles`: whose turns count in a chat
+    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date
+    - `exclusive`: a text has its labels and no other concept
+    - `held_out`: groups that train nothing, for a test outside
+    - `generate`: a concept with fewer texts gets as many as it lacks from the model, which train and do nothing else
+    - `background`: whether text about nothing in particular is learnt as being of no concept
+    - `fpr`: the false-positive rate of alert thresholds
+    - `precision`: the share of what fires that is to be right, for a further set of thresholds, which is recommended
+      where every concept is shown to reach it
+    - `states`: a folder for hidden states, kept for the next run; `budget`: its size in bytes
+    - `memory`: bytes of states in memory at once
+    """
+
+    layers: str | int | Sequence[int | str] = "auto"
+    method: str = "auto"
+    watch: Aggregator | str = "ema:0.3"
+    roles: Sequence[str] = ("assistant",)
+    exclusive: bool = False
+    text_field: str = "text"
+    held_out: Sequence[str] = ()
+    generate: int = 0
+    background: bool = True
+    fpr: float = 0.01
+    precision: float | None = None
+    states: str | os.PathLike[str] | None = None
+    budget: int = BUDGET
+    memory: int = 256 << 20
+    seed: int = 0
+    chat_date: str = CHAT_DATE
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, METHODS)
+        check_share("fpr", self.fpr, "give more than 0 and less than 1, such as 0.01")
+        if self.precision is not None:
+            check_share("precision", self.precision, "give more than 0 and less than 1, such as 0.9")
+        for role in self.roles:
+            check_choice("roles", role, ROLES)
+        if not self.roles:
+            raise ConfigError(f"roles is empty: give one or more of {', '.join(ROLES)}")
+        for name, least in (("budget", 1 << 20), ("memory", 1 << 20), ("seed", 0), ("generate", 0)):
+            check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
+        refuse_baseline(named(self.watch), "watch is")
+        parse_date(self.chat_date)
+
+    @property
+    def aggregator(self) -> Aggregator:
+        """What is watched."""
+        return named(self.watch)
+
+    def folder(self, out: Path) -> Path:
+        """Return the folder of the states."""
+        from hashlib import sha256
+
+        from probemon.util.cache_folders import cache_dir
+
+        if self.states is not None:
+            return Path(self.states)
+        return cache_dir() / "states" / sha256(os.fsencode(out.resolve())).hexdigest()[:16]
+
+    def sites(self, n_layers: int) -> list[str]:
+        """Return the sites to try in a host of so many layers, the earliest first. Raises `ConfigError`."""
+        if isinstance(self.layers, bool) or not isinstance(self.layers, (str, int, Sequence)):
+            raise ConfigError(f'layers is {shown(self.layers)}: give "auto", or numbers of layers')
+        if self.layers == "auto":
+            return [f"resid_post.{layer}" for layer in sorted({int(depth * n_layers) for depth in DEPTHS})]
+        given: list[Any] = [self.layers] if isinstance(self.layers, int) else list(self.layers)
+        if isinstance(self.layers, str):
+            given = [part.strip() for part in self.layers.split(",") if part.strip()]
+        sites = [str(one) if "." in str(one) else f"resid_post.{one}" for one in given]
+        for site in sites:
+            if is_recurrent(site):
+                raise ConfigError(
+                    f"layers holds {site}: training reads the residual stream. Collect the states (probemon states),"
+                    " train on them yourself, and import the weights"
+                )
+            if parse_site(site)[1] >= n_layers:
+                raise ConfigError(f"layers holds {site}: the model's are 0 to {n_layers - 1}")
+        if not sites:
+            raise ConfigError('layers is empty: give "auto", or numbers of layers')
+        check_sites_once(sites)
+        return sorted(sites, key=lambda site: (parse_site(site)[1], site))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the probes depend on, as JSON."""
+        return {
+            "layers": self.layers if isinstance(self.layers, (str, int)) else list(self.layers),
+            "method": self.method,
+            "watch": str(self.aggregator),
+            "roles": list(self.roles),
+            "exclusive": self.exclusive,
+            "held_out": list(self.held_out),
+            "generate": self.generate,
+            "background": self.background,
+            "fpr": self.fpr,
+            "precision": self.precision,
+            "budget": self.budget,
+            "memory": self.memory,
+            "seed": self.seed,
+        }

@@ -1,0 +1,77 @@
+"""Linear probes that learn what will be watched: the highest running score of a text, not single tokens.
+
+    weights = fit_watched(Ema(0.3), rows, targets, l2, start)       # start: a solution for single tokens
+
+The loss is the cross-entropy of a text's score, its highest running score as a rule sees it, both sides of a concept
+weighing the same; Adam from the solution for single tokens. An aggregate's own steps are done here once more in torch,
+for their gradients; a test compares them with `probemon.core.aggregate`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from probemon.core.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean
+from probemon.lab.training.logistic import Targets
+from probemon.lab.training.standard import Weights
+
+_STEPS, _RATE = 60, 0.02
+_LEAST = 1e-6
+
+
+def is_known(aggregator: Aggregator) -> bool:
+    """Whether there are gradients of an aggregator: those of probemon, not one of the user's own."""
+    return isinstance(aggregator, (Attention, Each, Ema, Max, Mean, RollingMax, RollingMean))
+
+
+def highest_of(aggregator: Aggregator, scores: Tensor, length: Tensor) -> Tensor:
+    """Return the highest running score `[S, P]` of scores `[S, T, P]`, of which the first `length [S]` count."""
+    n_tokens = scores.shape[1]
+    counts = torch.arange(n_tokens)[None, :] < length[:, None]
+    if isinstance(aggregator, Ema):
+        state = scores[:, 0]
+        running = [state]
+        for t in range(1, n_tokens):
+            state = aggregator.weight * scores[:, t] + (1 - aggregator.weight) * state
+            running.append(state)
+        values = torch.stack(running, dim=1)
+    elif isinstance(aggregator, Mean):
+        values = scores.cumsum(1) / torch.arange(1, n_tokens + 1)[None, :, None]
+    elif isinstance(aggregator, RollingMean):
+        total = torch.nn.functional.pad(scores.cumsum(1), (0, 0, aggregator.n, 0))
+        size = torch.arange(1, n_tokens + 1).clamp(max=aggregator.n)
+        values = (total[:, aggregator.n :] - total[:, :n_tokens]) / size[None, :, None]
+    elif isinstance(aggregator, Attention):
+        weight = torch.exp((scores - 1) / aggregator.temperature)
+        values = (weight * scores).cumsum(1) / weight.cumsum(1).clamp(min=1e-30)
+    else:  # the highest of any rolling maximum is that of all
+        values = scores
+    return values.masked_fill(~counts[:, :, None], -torch.inf).amax(1)
+
+
+def fit_watched(aggregator: Aggregator, x: Tensor, targets: Targets, l2: Tensor, start: Weights) -> Weights:
+    """Return linear probes for standardised x `[N, D]`, the tokens of a part in their order."""
+    parts, row = torch.unique(targets.part, return_inverse=True)
+    order = torch.argsort(row, stable=True)
+    length = torch.bincount(row)
+    place = torch.arange(len(row)) - (length.cumsum(0) - length)[row[order]]
+    known = targets.known[parts]
+    size = torch.ones(len(parts)) if targets.weight is None else targets.weight[parts].float()
+    weights = []
+    for side in (1, 0):
+        of_side = (known == side) * size[:, None]
+        weights.append(of_side / of_side.sum(0).clamp(min=1e-12) / 2)
+    w, b = start["w1"][:, 0].clone().requires_grad_(), start["b1"][:, 0].clone().requires_grad_()
+    optimiser = torch.optim.Adam([w, b], lr=_RATE * float(w.detach().abs().mean().clamp(min=1e-3)))
+    rows = x[order]
+    for _ in range(_STEPS):
+        padded = torch.zeros(len(parts), int(length.max()), len(b))
+        padded = padded.index_put((row[order], place), torch.sigmoid(rows @ w.T + b))
+        score = highest_of(aggregator, padded, length).clamp(_LEAST, 1 - _LEAST)
+        loss = -(weights[0] * score.log() + weights[1] * torch.log1p(-score)).sum()
+        loss = loss + (l2 / 2 * w.square().sum(1)).sum()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return {"w1": w.detach()[:, None], "b1": b.detach()[:, None]}

@@ -1,1 +1,0 @@
-"""Host models of our own: small, trained in minutes, and made to be watched. They know nothing of probes."""

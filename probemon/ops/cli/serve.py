@@ -1,0 +1,130 @@
+"""The command serve.
+
+probemon serve demo                                                # http://127.0.0.1:8321/#token=...
+probemon serve MODEL PACK --port 0 --no-token
+probemon serve demo --deployment examples/watch.yaml
+probemon serve MODEL PACK --host 0.0.0.0 --allow-remote --allow-host models.example.org
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from probemon.cli.common import load_aloud, make_manager, open_deployment, pack_for, use_threads
+from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
+from probemon.cli.terminal import say
+from probemon.errors import ConfigError, ProbemonError
+from probemon.util.counted import counted
+
+if TYPE_CHECKING:
+    from probemon.ops.server.served import Served
+
+_TOKEN_BYTES = 32
+
+Host = Annotated[str, typer.Option(help="Address to listen at; others than those of this machine need --allow-remote.")]
+Port = Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.")]
+NoToken = Annotated[
+    bool, typer.Option("--no-token", help="Ask for no token: for an address of this machine alone, which others share.")
+]
+AllowRemote = Annotated[bool, typer.Option("--allow-remote", help="Let other machines ask; a token is asked for.")]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A name by which clients call this server, beside its address; may be repeated."),
+]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a thread of its own.")]
+Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
+DrainSeconds = Annotated[
+    int, typer.Option(help="How long the end waits for the answers to requests that have come.", min=0)
+]
+
+
+def serve(
+    model: Model,
+    pack: PackOfModel = None,
+    more_packs: MorePacks = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8321,
+    no_token: NoToken = False,
+    allow_remote: AllowRemote = False,
+    allow_host: AllowHost = None,
+    max_tokens: MaxTokens = 1024,
+    at_once: AtOnce = 2,
+    queue: Queue = 32,
+    drain_seconds: DrainSeconds = 30,
+    alert_set: AlertSet = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    strict: Strict = False,
+    deployment: DeploymentFile = None,
+) -> None:
+    """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
+
+    Once it is ready it prints its address, with the token that clients give as their API key. Ctrl-C or SIGTERM ends
+    it: what was asked by then is answered, a second signal ends it at once. SIGHUP reads the deployment file again.
+    """
+    from probemon.ops.server.server import address_of, all_names, check_extra, is_loopback, make_server, open_socket
+
+    check_extra()
+    if not is_loopback(host) and (no_token or not allow_remote):
+        raise ConfigError(
+            f"--host {host} lets other machines ask: "
+            + ("--no-token is for this machine alone" if no_token else "say --allow-remote if that is meant")
+        )
+    names = all_names(host, allow_host or ())
+    from probemon.engine.kernels import check_device
+    from probemon.ops.server.limits import Limits
+    from probemon.packs.group import open_packs
+
+    limits = Limits(max_tokens=max_tokens, at_once=at_once, queue=queue)
+    check_device(device)
+    use_threads(threads)
+    stated = None
+    if deployment is not None:
+        from probemon.ops.server.served import check_serves
+
+        stated, opened = open_deployment(deployment, pack or more_packs, alert_set)
+        check_serves(stated)
+    else:
+        opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
+    with open_socket(host, port) as sock:
+        loaded, tokenizer = load_aloud(model, device, dtype)
+        from probemon.host.compatibility import check_readable
+        from probemon.host.model import unwrap
+        from probemon.ops.server.app import make_app
+        from probemon.ops.server.served import Served, served_name
+
+        manager = make_manager(opened, device=device, **({} if stated is None else stated.settings))
+        check_readable(manager.pack, unwrap(loaded), strict=strict)
+        token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
+        served = Served(served_name(model), loaded, tokenizer, manager, limits, stated)
+        app = make_app(served, limits, token=token, hosts=names)
+        address = address_of(sock) + ("" if token is None else f"#token={token}")
+        ready = partial(say, f"probemon serving at {address}")
+        reload = None if stated is None else partial(_reload, served)
+        make_server(app, ready, drain_seconds=drain_seconds, reload=reload).run(sockets=[sock])
+
+
+def _reload(served: Served) -> None:
+    """Read the deployment file again, and say what came of it."""
+    try:
+        reloaded = served.holding.reload()
+    except (ProbemonError, OSError) as error:
+        say(f"probemon serve: not reloaded, what held before goes on: {error}")
+        return
+    held = served.holding.now.deployment
+    assert held is not None
+    more = ""
+    if n := reloaded.to_rules:
+        more += f"; {counted(n, 'answer')} under way: its rules hold, and what is watched stays, for rules of their own"
+    if n := reloaded.to_nothing:
+        more += (
+            f"; {counted(n, 'answer')} under way: NOTHING of it holds, beside rules of their own; what held before goes"
+            " on until they end"
+        )
+    say(f"probemon serve: {held.path.name} was read again, sha256 {held.sha256}{more}")

@@ -1,0 +1,138 @@
+"""Answers in the shape of OpenAI's: the chunks of a stream, or one object at the end.
+
+answers = Answers(job)
+answers.chunks(piece_or_ending)             # bytes of text/event-stream
+answers.add(piece_or_ending)                # or collected ...
+answers.whole()                             # ... for one object
+error_object("too long", "messages", code="context_length_exceeded")
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from probemon.ops.server.answering import Ending, Piece
+from probemon.ops.server.generator import Failure, Job
+
+DONE = b"data: [DONE]\n\n"
+_OBJECTS = {
+    ("chat", True): "chat.completion.chunk",
+    ("chat", False): "chat.completion",
+    ("completion", True): "text_completion",
+    ("completion", False): "text_completion",
+}
+
+
+class Answers:
+    """Makes OpenAI's objects of what a job tells. Concepts are in them where the request asked for them."""
+
+    def __init__(self, job: Job) -> None:
+        request = job.prepared.request
+        self._job, self._chat, self._watched = job, request.kind == "chat", request.watch is not None
+        self._include_usage = request.include_usage
+        self._n_prompt_tokens = sum(len(ids) for ids in job.prepared.prompts)
+        n_choices = len(job.prepared.prompts) * request.n
+        self._endings: list[Ending | None] = [None] * n_choices
+        self._begun = [False] * n_choices
+        self._tokens: list[list[Any]] = [[] for _ in range(n_choices)]
+        self._events: list[list[Any]] = [[] for _ in range(n_choices)]
+
+    # -- a stream --------------------------------------------------------------------------------
+
+    def chunks(self, told: Piece | Ending) -> bytes:
+        """Return what is sent for a piece, or for the end of an answer."""
+        if isinstance(told, Ending):
+            self._endings[told.choice] = told
+            more = {"probemon_summary": told.summary} if self._watched else {}
+            return self._chunk(told.choice, more, told.finish_reason)
+        more = {"probemon": {"tokens": told.tokens, "events": told.events}} if self._watched else {}
+        if not told.text and not more:
+            return b""
+        return self._chunk(told.choice, {"content": told.text, **more} if told.text else more, None)
+
+    def last_chunks(self) -> bytes:
+        """Return what ends the stream."""
+        if not self._include_usage:
+            return DONE
+        return _data({**self._head(True), "choices": [], "usage": self._usage()}) + DONE
+
+    def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None) -> bytes:
+        if self._chat:
+            first = {} if self._begun[choice] else {"role": "assistant", "content": ""}
+            answer: dict[str, Any] = {"delta": {**first, **delta}}
+        else:
+            answer = {"text": delta.pop("content", ""), **delta}
+        self._begun[choice] = True
+        chunk = {"index": choice, **answer, "logprobs": None, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._include_usage else {}
+        return _data({**self._head(True), "choices": [chunk], **usage})
+
+    # -- one object ------------------------------------------------------------------------------
+
+    def add(self, told: Piece | Ending) -> None:
+        """Take a piece, or the end of an answer."""
+        if isinstance(told, Ending):
+            self._endings[told.choice] = told
+        elif self._watched:
+            self._tokens[told.choice] += told.tokens
+            self._events[told.choice] += told.events
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answers of an ended request as one object."""
+        return {**self._head(False), "choices": [self._choice(i) for i in range(len(self._endings))]} | {
+            "usage": self._usage()
+        }
+
+    def _choice(self, choice: int) -> dict[str, Any]:
+        ending = self._endings[choice]
+        assert ending is not None
+        concepts = {"tokens": self._tokens[choice], "events": self._events[choice], "summary": ending.summary}
+        more = {"probemon": concepts} if self._watched else {}
+        answer: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": ending.text, "refusal": None, **more}}
+            if self._chat
+            else {"text": ending.text, **more}
+        )
+        return {"index": choice, **answer, "logprobs": None, "finish_reason": ending.finish_reason}
+
+    # -- both ------------------------------------------------------------------------------------
+
+    def _head(self, stream: bool) -> dict[str, Any]:
+        request = self._job.prepared.request
+        return {
+            "id": self._job.id,
+            "object": _OBJECTS[request.kind, stream],
+            "created": self._job.created,
+            "model": request.model,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        n_answer = sum(ending.n_tokens for ending in self._endings if ending is not None)
+        return {
+            "prompt_tokens": self._n_prompt_tokens,
+            "completion_tokens": n_answer,
+            "total_tokens": self._n_prompt_tokens + n_answer,
+        }
+
+
+def error_object(
+    message: str, param: str | None = None, *, code: str | None = None, kind: str = "invalid_request_error"
+) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def failure_object(failure: Failure) -> dict[str, Any]:
+    """Return why an answer could not go on as OpenAI's clients read it."""
+    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
+    return error_object(failure.message, failure.param, code="answer_failed", kind=kind)
+
+
+def failure_chunk(failure: Failure) -> bytes:
+    """Return the error that ends a stream which had begun."""
+    return _data(failure_object(failure))
+
+
+def _data(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

@@ -1,0 +1,71 @@
+"""EventStream: a response of text/event-stream that ends when the client leaves or does not read, and says so.
+
+return EventStream(chunks(), on_end=outbox.leave, stalled_seconds=30)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+
+from starlette.types import Receive, Scope, Send
+
+from probemon.errors import RequestRefused
+from probemon.ops.server.connections import ABORT
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # proxies would hold it back
+]
+
+
+class EventStream:
+    """An ASGI response. `on_end()` is called once, however it ends, also where the client has gone before it began."""
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes],
+        *,
+        on_end: Callable[[], None] = lambda: None,
+        stalled_seconds: float,
+    ) -> None:
+        self._chunks, self._on_end, self._stalled_seconds = chunks, on_end, stalled_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send chunks until there are no more, the client has gone, or takes nothing for too long."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._on_end()
+            for task in (sending, leaving):
+                task.cancel()
+            results = await asyncio.gather(sending, leaving, return_exceptions=True)
+        if isinstance(results[0], TimeoutError):
+            scope["extensions"][ABORT]()
+            await asyncio.sleep(0)  # uvicorn hears of it before this answer ends, unfinished
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, (TimeoutError, OSError)):
+                raise result
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        async with aclosing(self._chunks) as chunks:
+            async for chunk in chunks:
+                if chunk:
+                    await self._send_body(send, chunk, more_body=True)
+        await self._send_body(send, b"", more_body=False)
+
+    async def _send_body(self, send: Send, body: bytes, *, more_body: bool) -> None:
+        async with asyncio.timeout(self._stalled_seconds):  # unlike wait_for, it makes no task
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has gone, or sends more than it may."""
+    with suppress(RequestRefused):
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,253 @@
+"""Generator: requests that wait, and the threads that answer them.
+
+generator = Generator(served, ring, records, limits, metrics)
+job = generator.submit(prepared, outbox)          # RequestRefused (429) where too many wait
+async for piece in outbox: ...                    # Piece, Ending, or Failure
+generator.close()
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from probemon.errors import RequestRefused
+from probemon.ops.server.answering import Answering, Ending, Piece
+from probemon.ops.server.counts import Counts
+from probemon.ops.server.limits import Limits
+from probemon.ops.server.outbox import Outbox, Stalled
+from probemon.ops.server.records import Records
+from probemon.ops.server.served import Prepared, Served
+from probemon.ops.server.subscribers import EventRing
+from probemon.ops.telemetry.metrics import ProcessMetrics
+
+LOG = logging.getLogger("probemon")
+_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The answer cannot go on: `message` and what of the request is at fault, for the client; `status` of HTTP."""
+
+    message: str
+    param: str | None = None
+    status: int = 500
+
+
+class Job:
+    """One request on its way. `id`: also of the answer and of permanent links; `created`: in seconds since 1970."""
+
+    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records) -> None:
+        request = prepared.request
+        self.id, self.created = _PREFIX[request.kind] + secrets.token_hex(12), int(time.time())
+        self.prepared, self.outbox = prepared, outbox
+        self._ring, self._records = ring, records
+        self._n_bytes = 0  # of what was noted and not sent
+        asked: dict[str, Any] = (
+            {"messages": list(request.messages)}
+            if request.kind == "chat"
+            else {"prompt": request.prompts[0] if len(request.prompts) == 1 else list(request.prompts)}
+        )
+        self._about = {"request": self.id, "created": self.created, "kind": request.kind, **asked}
+        self._about["options"] = dict(request.options)
+        n_choices = len(prepared.prompts) * request.n
+        more: dict[str, Any] = {"prompt_tokens": []} if prepared.watch.prompt else {}
+        empty: list[dict[str, Any]] = [
+            {"text": "", "finish_reason": None, "tokens": [], "events": [], "summary": None} for _ in range(n_choices)
+        ]
+        self._content = {**self._about, **more, "choices": empty}
+        self._record = records.begin(self.id, self._content)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.outbox.left
+
+    def begin(self) -> None:
+        """Say to subscribers that it is being answered."""
+        self._ring.publish("begin", self._about)
+
+    def note(self, choice: int, tokens: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        """Tell what is known now to subscribers and records."""
+        content = self._content["choices"][choice]
+        for kind, entries in (("token", tokens), ("rule", events)):
+            for entry in entries:
+                text = json.dumps(entry, allow_nan=False)
+                own = content["tokens" if kind == "token" else "events"]
+                to = self._content["prompt_tokens"] if entry.get("phase") == "prompt" else own
+                self._records.add(self._record, to, entry, len(text))
+                self._ring.publish(kind, f'{{"request": "{self.id}", {text[1:]}')
+                self._n_bytes += len(text)
+
+    def send(self, piece: Piece) -> None:
+        """Tell the client. Raises `Stalled`."""
+        choice = self._content["choices"][piece.choice]
+        if piece.text:
+            self._records.add_text(self._record, choice, piece.text)
+        n_bytes, self._n_bytes = self._n_bytes + len(piece.text), 0
+        self.outbox.put(piece, n_bytes)
+
+    def end(self, ending: Ending) -> None:
+        """Tell how an answer ended."""
+        values = {"text": ending.text, "finish_reason": ending.finish_reason, "summary": ending.summary}
+        self._records.set(self._record, self._content["choices"][ending.choice], values)
+        self._ring.publish("end", {"request": self.id, "choice": ending.choice, **values})
+        self.outbox.put(ending, 0)
+
+    def fail(self, failure: Failure) -> None:
+        """Tell that it cannot go on."""
+        for choice in self._content["choices"]:
+            if choice["finish_reason"] is None:
+                self._records.set(self._record, choice, {"finish_reason": "error"})
+        self._ring.publish("error", {"request": self.id, "message": failure.message})
+        self.outbox.put(failure, 0, wait=False)
+
+    def finish(self) -> None:
+        """Nothing more will come."""
+        for at, choice in enumerate(self._content["choices"]):
+            if choice["finish_reason"] is None:  # nobody waited for it any more
+                values = {"text": choice["text"], "finish_reason": "cancelled", "summary": None}
+                self._records.set(self._record, choice, values)
+                self._ring.publish("end", {"request": self.id, "choice": at, **values})
+        self._records.end(self._record)
+        self.outbox.finish()
+
+
+class Generator:
+    """Answers requests in the order in which they come, `at_once` at the same time. `metrics` follow their runs."""
+
+    def __init__(
+        self,
+        served: Served,
+        ring: EventRing,
+        records: Records,
+        limits: Limits,
+        metrics: ProcessMetrics | None = None,
+    ) -> None:
+        self.served, self.counts = served, Counts()
+        self._metrics = metrics
+        self._ring, self._records, self._limits = ring, records, limits
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: deque[Job] = deque()
+        self._running: set[Job] = set()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"probemon-serve-{number}", daemon=True)
+            for number in range(limits.at_once)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def n_running(self) -> int:
+        """Return how many requests are being answered."""
+        return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        """Return how many wait for their turn."""
+        with self._changed:
+            return sum(not job.cancelled for job in self._waiting)
+
+    def submit(self, prepared: Prepared, outbox: Outbox) -> Job:
+        """Queue a request. Raises `RequestRefused` where too many wait."""
+        with self._changed:
+            for job in [job for job in self._waiting if job.cancelled]:
+                self._waiting.remove(job)
+                job.finish()
+                self.counts.ended("cancelled", 0.0)
+            if len(self._waiting) >= self._limits.queue or self._closed:
+                self.counts.requests["refused"] += 1
+                raise RequestRefused(
+                    f"{len(self._waiting)} requests wait, as many as may: try again later",
+                    status=429,
+                    code="queue_full",
+                )
+            job = Job(prepared, outbox, self._ring, self._records)
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
+
+    def retry_after_seconds(self) -> int:
+        """Return after how long a refused client may try again: about when the next request will have ended."""
+        return max(1, round(self.counts.mean_seconds))
+
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """End what runs at its next token, and forget what waits."""
+        with self._changed:
+            self._closed = True
+            for job in (*self._waiting, *self._running):
+                job.outbox.leave()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+        for job in self._waiting:
+            job.finish()
+            self.counts.ended("cancelled", 0.0)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            job = self._waiting.popleft()
+            self._running.add(job)
+            return job
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            begun, outcome = time.monotonic(), "failed"
+            try:
+                self._answer(job)
+                outcome = "cancelled" if job.cancelled else "answered"
+            except Stalled:
+                outcome = "stalled"
+                job.outbox.leave()
+                job.fail(Failure("the client did not read for too long"))
+            except RequestRefused as error:
+                outcome = "refused"
+                job.fail(Failure(str(error), error.param, error.status))
+            except Exception as error:
+                LOG.exception("request %s failed", job.id)
+                job.fail(Failure(f"{type(error).__name__}: {error}"))
+            finally:
+                job.finish()
+                with self._changed:
+                    self._running.discard(job)
+                self.counts.ended(outcome, time.monotonic() - begun)
+
+    def _answer(self, job: Job) -> None:
+        if job.cancelled:
+            return
+        job.begin()
+        prepared, request = job.prepared, job.prepared.request
+        for at, (ids, max_tokens) in enumerate(zip(prepared.prompts, prepared.max_tokens, strict=True)):
+            for number in range(request.n):
+                answering = Answering(
+                    self.served,
+                    prepared,
+                    ids,
+                    choice=at * request.n + number,
+                    max_tokens=max_tokens,
+                    seed=None if request.seed is None else request.seed + number,
+                    tell_prompt=prepared.watch.prompt and number == 0,
+                    listener=job,
+                    followers=[] if self._metrics is None else [self._metrics.for_request(job.id)],
+                )
+                try:
+                    ending = answering.run()
+                except BaseException:
+                    self.counts.failed()
+                    raise
+                self.counts.told(len(ids), ending)
+                job.end(ending)
+                if job.cancelled:
+                    return

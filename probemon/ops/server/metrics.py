@@ -1,0 +1,74 @@
+"""ServerMetrics: a server as metrics of Prometheus, beside those of every process that watches.
+
+metrics = ServerMetrics(generator, ring, process)      # process: ProcessMetrics, which its runs follow
+body, content_type = metrics.text(accept)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from probemon.errors import MissingExtra
+from probemon.monitor.breaker import CLOSED
+from probemon.ops.server.generator import Generator
+from probemon.ops.server.served import Served
+from probemon.ops.server.subscribers import EventRing
+from probemon.ops.telemetry.metric_families import FAMILIES, SERVER
+from probemon.ops.telemetry.metrics import ProcessMetrics
+
+
+def process_metrics(served: Served) -> ProcessMetrics | None:
+    """Return what counts the runs of a server, with the concepts that its deployment names; None without the extra.
+
+    Raises `MissingExtra` where the deployment asks for metrics.
+    """
+    try:
+        from prometheus_client import CollectorRegistry
+    except ImportError as error:
+        if served.metric_concepts is None:
+            return None
+        raise MissingExtra("metrics need prometheus-client: pip install 'probemon[metrics]'") from error
+    return ProcessMetrics(concepts=served.metric_concepts or (), registry=CollectorRegistry())
+
+
+class ServerMetrics:
+    """A collector of counts since the server began, and of what is under way now, in the registry of `process`."""
+
+    def __init__(self, generator: Generator, ring: EventRing, process: ProcessMetrics) -> None:
+        self._generator, self._ring, self._process = generator, ring, process
+        process.registry.register(self)
+
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the metrics and their content type."""
+        served = self._generator.served
+        if served.circuit is not None:  # which all answers share: it is open also where none is under way
+            self._process.family("probemon_breaker_open").set(int(served.circuit.state != CLOSED))
+        if served.ladder is not None:
+            self._process.family("probemon_budget_rung").set(served.ladder.rung)
+        return self._process.text(accept)
+
+    def describe(self) -> list[Any]:
+        """Return the families without samples, by which a registry knows their names."""
+        return [family.scraped() for family in FAMILIES.values() if family.where == SERVER]
+
+    def collect(self) -> Iterator[Any]:
+        """Yield every family as it is now."""
+        generator, counts = self._generator, self._generator.counts
+        for name, values in (
+            ("probemon_requests_total", counts.requests),
+            ("probemon_answers_total", counts.answers),
+            ("probemon_answer_tokens_total", counts.tokens),
+        ):
+            family = FAMILIES[name].scraped()
+            for value, count in sorted(values.items()):
+                family.add_metric([value], count)
+            yield family
+        for name, number in (
+            ("probemon_request_seconds_total", counts.seconds),
+            ("probemon_requests_running", generator.n_running),
+            ("probemon_requests_waiting", generator.n_waiting),
+            ("probemon_subscribers", self._ring.n_subscribers),
+            ("probemon_subscriber_events_dropped_total", self._ring.n_lost + self._ring.n_behind()),
+        ):
+            yield FAMILIES[name].scraped(number)

@@ -1,0 +1,184 @@
+"""Metrics of a process for Prometheus: what was scored, what was not, what the audit found missing, what it cost.
+
+    metrics = ProcessMetrics(concepts=["weapon"])         # one for the process, of any number of runs
+    with served(metrics.registry, 9464), manager.attach(model, tokenizer) as run:    # http://127.0.0.1:9464/metrics
+        run.follow(metrics)
+        model.generate(**inputs)
+
+    with RoutingMonitor(model) as monitor, metrics.routing(monitor): ...             # routers, without probes
+
+`served` is of `probemon.ops.telemetry.exposition`. The families are in docs/metrics.md. Needs the extra `metrics`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from probemon.adapters.routing.recorder import RoutingRecorder
+from probemon.core.concept_names import MOST_NAMED
+from probemon.engine.audit import Audit
+from probemon.errors import ConfigError, MissingExtra
+from probemon.monitor.followers import Follower
+from probemon.ops.telemetry.exposition import exposition, several_processes
+from probemon.ops.telemetry.metric_families import FAMILIES, PROCESS
+from probemon.ops.telemetry.run_counts import RunCounts, ladder_of
+from probemon.ops.telemetry.scraped_metrics import ScrapedMetrics
+
+if TYPE_CHECKING:
+    from probemon.monitor.run import MonitorRun
+
+_MOST_CHARACTERS = 64  # of a request's id: an exemplar has room for 128 with that of a trace
+
+
+class ProcessMetrics(Follower):
+    """Counts what the runs that it follows do, from its beginning to the end of the process.
+
+    `concepts` are counted by name, at most 100: each is a series of its own.
+    `registry` is the client's default one, or yours.
+
+    Where several processes count together (`PROMETHEUS_MULTIPROC_DIR`), arenas, routing and recall, which are asked at
+    the scrape, are left out. Raises `MissingExtra`, `ConfigError` where a registry holds these families already.
+    `run.follow(metrics)` raises `UnknownConcept`, and `ConfigError` for too many concepts.
+    """
+
+    def __init__(self, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise MissingExtra("ProcessMetrics needs prometheus-client: pip install 'probemon[metrics]'") from error
+        self.registry = prometheus_client.REGISTRY if registry is None else registry
+        self._concepts, self._named = list(concepts), set[str]()
+        self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
+        self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
+        self._newest: tuple[str, ...] | None = None  # of these
+        self._highest = defaultdict[tuple[str, ...], weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
+        self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by ladder and by breaker
+        self._lock = threading.RLock()
+        self._scraped = ScrapedMetrics()
+        try:
+            self._families = {
+                name: family.made(self.registry) for name, family in FAMILIES.items() if family.where == PROCESS
+            }
+            if not several_processes():
+                self.registry.register(self._scraped)
+        except ValueError as error:
+            raise ConfigError(
+                f"this registry has metrics of these names already: one ProcessMetrics is for all runs of a process, or"
+                f" give registry= ({error})"
+            ) from error
+
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the exposition and its content type, by the header Accept of whoever asks."""
+        return exposition(self.registry, accept)
+
+    def began(self, run: MonitorRun) -> None:
+        """Count what `run` does from now on."""
+        self._follow(run, {})
+
+    def for_request(self, request: str) -> Follower:
+        """Return a follower that counts here, and gives exemplars of the overhead the id of a request."""
+        return _Request(self, request)
+
+    @contextmanager
+    def routing(self, recorder: RoutingRecorder) -> Iterator[None]:
+        """Show what routers decide while the block is open, and count it on after. Of a run it is shown by itself."""
+        if not isinstance(recorder, RoutingRecorder):
+            raise ConfigError(
+                f"routing is {type(recorder).__name__}: give a RoutingMonitor; that of manager.attach(routing=True) is"
+                " shown by run.follow(metrics)"
+            )
+        self._scraped.routing.begin(recorder)
+        try:
+            yield
+        finally:
+            self._scraped.routing.end(recorder)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _follow(self, run: MonitorRun, exemplar: Mapping[str, str]) -> None:
+        pack = run.manager.pack
+        probes = pack.find_all(self._concepts) if self._concepts else []  # each once
+        with self._lock:
+            if run in self._open:
+                raise ConfigError("these metrics follow this run already: what it does would be counted twice")
+            named = self._named | {pack.concepts[probe]["id"] for probe in probes}
+            if len(named) > MOST_NAMED:
+                some = ", ".join(sorted(named)[:5])
+                raise ConfigError(
+                    f"concepts are {len(named)} ({some}, ...), each a series of its own: name at most {MOST_NAMED}."
+                    " All of them are counted by level"
+                )
+            self._named = named
+            counts = RunCounts(self, run, probes, exemplar)
+            self._open.add(run)
+            for shared in (ladder_of(run), run.breaker):
+                if shared is not None:
+                    self._n_runs[shared] = self._n_runs.get(shared, 0) + 1
+            self._scraped.arenas.add(run.manager.arena)
+            self._families["probemon_runs"].set(len(self._open))
+        if run.routing is not None:
+            self._scraped.routing.begin(run.routing)
+        run.follow(counts)
+
+    def family(self, name: str) -> Any:
+        """Return the object of a family, for `RunCounts`."""
+        return self._families[name]
+
+    def describe_run(self, labels: tuple[str, ...], before: tuple[str, ...] | None) -> None:
+        """Say what a run watches, and watched `before`. What was watched last is said until something else is."""
+        with self._lock:
+            if before is not None:
+                self._described[before] -= 1
+            self._described[labels] += 1
+            self._newest = labels
+            self._say_what_is_watched()
+
+    def _say_what_is_watched(self) -> None:
+        for labels, n in self._described.items():
+            self._families["probemon_info"].labels(*labels).set(int(n > 0 or labels == self._newest))
+
+    def set_highest(self, name: str, of: object, value: float, *labels: str) -> None:
+        """Say the value of a gauge, which shows the highest, `of` what a run has, or several share."""
+        family = self._families[name]
+        with self._lock:
+            values = self._highest[name, *labels]
+            values[of] = value
+            (family.labels(*labels) if labels else family).set(max(values.values()))
+
+    def _forget(self, name: str, of: object) -> None:
+        """Forget the value of a gauge of what one run alone had, which has ended; what several share goes on."""
+        if of is not None and self._n_runs[of] == 1 and self._highest[name,].pop(of, None) is not None:
+            self._families[name].set(max(self._highest[name,].values(), default=0))
+
+    def add_audit(self, audit: Audit) -> None:
+        """Add what audited tokens say."""
+        self._scraped.add_audit(audit)
+
+    def end_run(self, run: MonitorRun, labels: tuple[str, ...]) -> None:
+        """Forget a run that has ended; what was counted stays."""
+        with self._lock:
+            self._open.discard(run)
+            self._described[labels] -= 1
+            self._say_what_is_watched()
+            self._families["probemon_runs"].set(len(self._open))
+            self._forget("probemon_budget_rung", ladder_of(run))
+            self._forget("probemon_breaker_open", run.breaker)
+        self._scraped.arenas.read()
+        if run.routing is not None:
+            self._scraped.routing.end(run.routing)
+
+
+class _Request(Follower):
+    """Follows one run, for the request of which it is."""
+
+    def __init__(self, metrics: ProcessMetrics, request: str) -> None:
+        self._metrics, self._request = metrics, request[:_MOST_CHARACTERS]
+
+    def began(self, run: MonitorRun) -> None:
+        self._metrics._follow(run, {"request": self._request})

@@ -1,0 +1,215 @@
+"""RunCounts: one run, added to the families of a ProcessMetrics while it goes on.
+
+run.follow(RunCounts(metrics, run, probes, {"request": "chatcmpl-1"}))     # probes: those that are counted by name
+
+Sums are made once a batch of tokens, and the overhead is observed once a forward: nothing is done once a (token,
+concept).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from probemon.core.scores import COUNTS, PHASES, Gap, Scores
+from probemon.engine.audit import Audit
+from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
+from probemon.monitor.followers import Follower
+from probemon.monitor.judge_desk import FAILURES
+from probemon.monitor.rules import ESCALATE, TOLD_ACTIONS, Event
+from probemon.monitor.rungs import LEFT_OUT, NAMES
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.observer import ForwardTime
+from probemon.tracking.recording import GAP, Recording
+
+if TYPE_CHECKING:
+    from probemon.monitor.budget import Ladder
+    from probemon.monitor.run import MonitorRun
+    from probemon.ops.telemetry.metrics import ProcessMetrics
+
+# Why a token is unseen: a closed set, the sentences are not.
+SEEN, BLIND, NOT_FINITE, BUDGET, FAILED, OTHER = REASONS = ("", "gap", "not_finite", "budget", "failed", "other")
+LAST_LEVEL = 15  # and all below it
+
+
+class RunCounts(Follower):
+    """Follows one run. `exemplar`: labels of what is observed, beside the trace that is under way."""
+
+    def __init__(
+        self, metrics: ProcessMetrics, run: MonitorRun, probes: Sequence[int], exemplar: Mapping[str, str]
+    ) -> None:
+        self._metrics, self._run, self._exemplar = metrics, run, dict(exemplar)
+        self._lock = threading.Lock()  # several threads may generate in one run
+        pack, family = run.manager.pack, metrics.family
+        self._reasons = {SEEN: SEEN, GAP: BLIND, PAUSED: FAILED} | dict.fromkeys(run.manager.not_numbers, NOT_FINITE)
+        self._reasons |= dict.fromkeys(LEFT_OUT.values(), BUDGET)
+        tokens = family("probemon_tokens_total")
+        self._tokens = [{reason: tokens.labels(phase, reason) for reason in REASONS} for phase in PHASES]
+        pairs = family("probemon_probes_total")
+        self._pairs = {name: pairs.labels(name) for name in (*COUNTS, "fired")}
+        self._level = np.minimum(pack.tree.level, LAST_LEVEL)
+        by_level = family("probemon_level_probes_total")
+        levels = [str(level) for level in range(LAST_LEVEL)] + [f"{LAST_LEVEL}+"]
+        self._levels = {
+            int(level): (by_level.labels(levels[level], "active"), by_level.labels(levels[level], "fired"))
+            for level in np.unique(self._level)
+        }
+        self._place = np.zeros(pack.n_probes, dtype=np.int64)  # of named concepts, from 1
+        self._place[list(probes)] = np.arange(1, len(probes) + 1)
+        fired = family("probemon_fired_total")
+        self._named = [fired.labels(pack.concepts[probe]["id"]) for probe in probes]
+        events = family("probemon_events_total")
+        self._events = {action: events.labels(action) for action in TOLD_ACTIONS}
+        self._rulings: dict[tuple[str, str], Any] = {}
+        self._verdicts, self._judged = family("probemon_verdicts_total"), family("probemon_verdict_seconds_total")
+        sinks = family("probemon_sink_tokens_total")
+        self._sinks = {"n_written": sinks.labels("written"), "n_dropped": sinks.labels("dropped")}
+        self._sent: dict[str, list[int]] = {name: [] for name in self._sinks}  # of each sink
+        self._audit = {name: family("probemon_audit_total").labels(label) for name, label in AUDIT_SUMS.items()}
+        self._overhead, self._watched = (
+            family("probemon_forward_overhead_seconds"),
+            family("probemon_watched_seconds_total"),
+        )
+        self._gaps, self._failures = family("probemon_gaps_total"), family("probemon_failures_total")
+        self._n_failures, self._n_shed = 0, Counter[str]()
+        shed = family("probemon_budget_shed_tokens_total")
+        self._shed = {} if run.budget is None else {name: shed.labels(name) for name in NAMES[1:]}
+        self._said: dict[str, int] = {}
+        self._labels: tuple[str, ...] | None = None
+        self._look()
+
+    def scored(self, placed: PlacedTokens, scores: Scores) -> None:
+        """Add one batch of tokens."""
+        coverage, tokens = scores.coverage, self._tokens[placed.phase]
+        for reason, n in Counter(coverage.unseen).items():
+            tokens[self._reason(reason)].inc(n)
+        for name in COUNTS:
+            n = int(getattr(coverage, name).sum())
+            if n:
+                self._pairs[name].inc(n)
+        level = self._level[scores.probes]
+        active = np.bincount(level, minlength=LAST_LEVEL + 1).tolist()
+        fired = np.bincount(level[scores.fired_mask], minlength=LAST_LEVEL + 1).tolist()
+        for number, (of_active, of_fired) in self._levels.items():
+            if active[number]:
+                of_active.inc(active[number])
+            if fired[number]:
+                of_fired.inc(fired[number])
+        n_fired = sum(fired)
+        if n_fired:
+            self._pairs["fired"].inc(n_fired)
+            if self._named:
+                counts = np.bincount(self._place[scores.probes[scores.fired_mask]], minlength=len(self._named) + 1)
+                for counter, n in zip(self._named, counts[1:].tolist(), strict=True):
+                    counter.inc(n)
+        if coverage.audited.any():
+            audit = Audit.of(coverage)
+            for name, counter in self._audit.items():
+                counter.inc(getattr(audit, name))
+            self._metrics.add_audit(audit)
+
+    def event(self, event: Event, action: str) -> None:
+        """Count an event of a rule."""
+        self._events[action].inc()
+        if action == ESCALATE:
+            self._show_rulings()
+
+    def verdict(self, event: Event) -> None:
+        """Count what a judge said of an event, or that it did not."""
+        verdict = event.verdict
+        assert verdict is not None
+        self._show_rulings()  # the question may have come before this follows
+        self._rulings[verdict.ruling, verdict.failure].inc()
+        self._judged.inc(verdict.seconds)
+
+    def forward(self, time: ForwardTime) -> None:
+        """Observe what a forward cost."""
+        self._overhead.observe(time.inside, self._labels_of_exemplar())
+        self._watched.inc(time.whole)
+        self._look()
+
+    def gap(self, gap: Gap) -> None:
+        """Count what was not seen."""
+        self._gaps.inc()
+
+    def ended(self, recording: Recording, error: BaseException | None) -> None:
+        """Ask for the alarms of drift: one can be raised, or end, with a request."""
+        drift = self._run.drift
+        if drift is not None:
+            for kind, n in drift.counts().items():
+                self._metrics.set_highest("probemon_drift_alarms", drift, n, kind)
+
+    def closed(self, run: MonitorRun) -> None:
+        """Count what came with the end."""
+        self._look()
+        if self._run.recordings:
+            self.ended(self._run.recordings[-1], None)
+        assert self._labels is not None
+        self._metrics.end_run(run, self._labels)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _show_rulings(self) -> None:
+        """Show every verdict from 0, so that the first failure is a rise."""
+        if not self._rulings:
+            self._rulings = {
+                (ruling, failure): self._verdicts.labels(ruling, failure)
+                for ruling in ("pass", "stop", "raise")
+                for failure in ("", *FAILURES)
+            }
+
+    def _reason(self, reason: str) -> str:
+        known = self._reasons.get(reason)
+        return known if known is not None else FAILED if reason.startswith(SCORING_FAILED) else OTHER
+
+    def _look(self) -> None:
+        """Count failures and what sinks took, and say what is watched, where these are others than before."""
+        run = self._run
+        with self._lock:
+            n_failures, self._n_failures = run.n_failures - self._n_failures, run.n_failures
+            self._failures.inc(n_failures)
+            stats = run.sinks
+            for name, counter in self._sinks.items():
+                before, self._sent[name] = self._sent[name], [getattr(one, name) for one in stats]
+                for now, then in zip_longest(self._sent[name], before, fillvalue=0):
+                    counter.inc(max(0, now - then))  # what was written and is lost is dropped, too: no counter falls
+            if run.budget is not None:
+                for name, counter in self._shed.items():
+                    n = run.budget.tokens[name]
+                    counter.inc(n - self._n_shed[name])
+                    self._n_shed[name] = n
+                self._say("probemon_budget_rung", run.budget.ladder, run.budget.ladder.rung)
+            if run.breaker is not None:
+                self._say("probemon_breaker_open", run.breaker, int(run.breaker.state != CLOSED))
+            deployment = "" if run.deployment is None else run.deployment.sha256
+            manager = run.manager
+            labels = (manager.pack.name, str(manager.pack.n_probes), manager.impl, deployment)
+            if labels != self._labels:
+                self._metrics.describe_run(labels, self._labels)
+                self._labels = labels
+
+    def _say(self, name: str, of: object, value: int) -> None:
+        if self._said.get(name) != value:
+            self._said[name] = value
+            self._metrics.set_highest(name, of, value)
+
+    def _labels_of_exemplar(self) -> dict[str, str] | None:
+        trace: Any = sys.modules.get("opentelemetry.trace")
+        context = None if trace is None else trace.get_current_span().get_span_context()
+        if context is None or not context.is_valid:
+            return self._exemplar or None
+        return {**self._exemplar, "trace_id": f"{context.trace_id:032x}"}
+
+
+def ladder_of(run: MonitorRun) -> Ladder | None:
+    """Return the ladder of a run's budget, which runs may share."""
+    return None if run.budget is None else run.budget.ladder
+
+
+AUDIT_SUMS = {name: name.removeprefix("n_") for name in Audit(0).as_dict() if name != "n_probes"}

@@ -1,0 +1,102 @@
+"""ScrapedMetrics: what is asked for when somebody scrapes: recall by the audits, arenas, routing.
+
+scraped = ScrapedMetrics()
+registry.register(scraped)
+scraped.arenas.add(manager.arena); scraped.routing.begin(run.routing); scraped.add_audit(audit)
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from probemon.adapters.routing.routing_metrics import RoutingSums
+from probemon.engine.audit import Audit, Estimate
+from probemon.ops.telemetry.metric_families import FAMILIES, ROUTING, SCRAPE
+
+_COUNTS = ("hits", "misses", "evictions", "uploaded_bytes", "late", "fetched")
+_SLOTS = ("slots", "free", "pinned")
+
+
+class ScrapedMetrics:
+    """A collector of `prometheus_client`."""
+
+    def __init__(self) -> None:
+        self.arenas, self.routing = Arenas(), RoutingSums()
+        self._audit = Audit(0)
+        self._estimated: tuple[Audit | None, tuple[tuple[str, Estimate | None], ...]] = (None, ())
+        self._lock = threading.Lock()
+
+    def add_audit(self, audit: Audit) -> None:
+        """Add what some audited tokens say, of whatever pack."""
+        with self._lock:
+            self._audit = self._audit + replace(audit, n_probes=0)
+
+    def describe(self) -> list[Any]:
+        """Return the families without samples, by which a registry knows their names."""
+        from prometheus_client.core import Metric
+
+        return [
+            Metric(family.stem, family.help, family.kind)
+            for family in FAMILIES.values()
+            if family.where in (SCRAPE, ROUTING)
+        ]
+
+    def collect(self) -> Iterator[Any]:
+        """Yield every family as it is now."""
+        recalls = FAMILIES["probemon_audit_recall"].scraped()
+        for of, recall in self._recalls():
+            for bound in ("value", "low", "high") if recall is not None else ():
+                recalls.add_metric([of, bound], getattr(recall, bound))
+        yield recalls
+        counts, slots = self.arenas.read()
+        for name, what, values in (("total", _COUNTS, counts), ("slots", _SLOTS, slots)):
+            family = FAMILIES[f"probemon_arena_{name}"].scraped()
+            for label in what if self.arenas else ():
+                family.add_metric([label], values[label])
+            yield family
+        yield from self.routing.collect()
+
+    def _recalls(self) -> tuple[tuple[str, Estimate | None], ...]:
+        """Return the recall of what fires and of the best, estimated anew only where there are new audits."""
+        with self._lock:
+            audit, (of, known) = self._audit, self._estimated
+        if of is not audit:
+            known = (("firing", audit.firing_recall), ("top", audit.top_recall))
+            with self._lock:
+                self._estimated = (audit, known)
+        return known
+
+
+class Arenas:
+    """Adds up the arenas of a process; what one has counted stays when it goes."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._known: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+        self._any, self._lock = False, threading.Lock()
+
+    def __bool__(self) -> bool:
+        return self._any
+
+    def add(self, arena: Any) -> None:
+        """Count one, too, from its beginning."""
+        with self._lock:
+            self._any = True
+            self._known.setdefault(arena, Counter())
+
+    def read(self) -> tuple[Counter[str], Counter[str]]:
+        """Return what all have counted so far, and the slots of those that there are."""
+        slots = Counter[str]()
+        with self._lock:
+            for arena, before in list(self._known.items()):
+                stats = arena.stats()
+                now = Counter({name: int(getattr(stats, name)) for name in _COUNTS})
+                self._counts += now - before
+                self._known[arena] = now
+                slots.update({name: int(getattr(stats, f"n_{name}")) for name in _SLOTS})
+            return Counter(self._counts), slots

@@ -1,0 +1,70 @@
+"""The health of a client of vLLM: whether its worker sees what the engine runs, and whether what it says arrives.
+
+client_health(client).ok
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from probemon.monitor.health import FAILED, OK, Check, Health, state_of
+from probemon.ops.vllm.rows import CACHED
+
+if TYPE_CHECKING:
+    from probemon.ops.vllm.client import VllmClient
+
+
+def client_health(client: VllmClient) -> Health:
+    """Return it from what has come by now."""
+    return Health((_worker(client), _channel(client), _tokens(client), _callbacks(client)))
+
+
+def _worker(client: VllmClient) -> Check:
+    hello = client.hello
+    if hello is None:
+        remedy = "Make the engine with client.engine_arguments(), after this client, in this process or a child of it."
+        return Check("worker", FAILED, "no worker has said that it begins", remedy)
+    if client.n_untold:
+        what = f"{client.n_untold:,} requests have ended of which no token could be told, and none since of any other"
+        return Check(
+            "worker",
+            FAILED,
+            what,
+            "Look at what the worker logged (it could not read a step's rows), then start again.",
+        )
+    how = "compiled" if hello.compiled else "eager"
+    what = f"vLLM {hello.vllm}, runner {hello.runner}, {how}, reads {', '.join(hello.sites)} by {hello.way} states"
+    return Check("worker", OK, f"{what}; its canary held")
+
+
+def _channel(client: VllmClient) -> Check:
+    receiver = client.receiver
+    if receiver.failure is not None:
+        what = f"a message could not be read ({type(receiver.failure).__name__}: {receiver.failure})"
+        return Check("channel", FAILED, what, "Run engine and client with the same probemon, and make both anew.")
+    n_all = receiver.n_messages + receiver.n_lost
+    if receiver.n_lost:
+        what = f"{receiver.n_lost:,} of {n_all:,} messages were dropped before this client read them"
+        remedy = "Give the process of the client time to read, or a higher high_water_mark."
+        return Check("channel", state_of(receiver.n_lost, n_all), what, remedy)
+    return Check("channel", OK, f"{n_all:,} messages came, none was lost")
+
+
+def _tokens(client: VllmClient) -> Check:
+    tokens = dict(client.tokens)
+    tokens.pop(CACHED, None)  # of a request that ran again after preemption: no fault of anybody's
+    n_all, n_seen = sum(tokens.values()), tokens.pop("", 0)
+    if not tokens:
+        return Check("tokens", OK, f"all {n_all:,} tokens that the engine ran have scores")
+    reason = max(tokens, key=lambda reason: tokens[reason])
+    what = f"{n_all - n_seen:,} of {n_all:,} tokens that the engine ran have no scores ({reason}: {tokens[reason]:,})"
+    return Check("tokens", state_of(n_all - n_seen, n_all), what, "Look at what the reason names.")
+
+
+def _callbacks(client: VllmClient) -> Check:
+    failures = client.failures
+    if not failures.n_errors:
+        return Check("callbacks", OK, "no listener raised")
+    first = failures.errors[0]
+    what = f"{failures.n_errors:,} times a listener raised, first {type(first).__name__}: {first}"
+    return Check("callbacks", FAILED, what, "Mend what raised; client.failures has the errors.")

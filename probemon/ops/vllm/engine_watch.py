@@ -1,0 +1,216 @@
+"""EngineWatch: one run over the requests of a vLLM worker, and what it tells its client.
+
+    watch = EngineWatch(manager, settings, host, channel, tokenizer)
+    watch.begin_step(scheduler_output)                       # before the model runs: who ends, begins, runs again
+    watch.step(rows, n_drafts, states, began)                # after it: scored, judged, told
+    watch.settle(n_accepted)                                 # with speculation, after sampling
+    watch.close()
+
+It needs nothing of vLLM's but the attributes of a `SchedulerOutput`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from probemon.core.scores import HostState, Scores
+from probemon.errors import AlignmentError
+from probemon.manager import DynamicProbeManager
+from probemon.monitor.breaker import Breaker
+from probemon.monitor.followers import Follower
+from probemon.monitor.rules import Event
+from probemon.monitor.run import MonitorRun
+from probemon.ops.vllm.channel import Channel
+from probemon.ops.vllm.messages import Ended, RequestHead, RuleMet, StepTokens, WorkerSettings
+from probemon.ops.vllm.refusals import unseen_request
+from probemon.ops.vllm.requests import EngineRequests
+from probemon.ops.vllm.rows import StepRows
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.generation import States
+from probemon.tracking.recording import Recording
+
+LOG = logging.getLogger("probemon")
+
+
+class EngineWatch:
+    """`run`: the run, a `MonitorRun` like any other; `n_steps` were scored, in so many `seconds`.
+
+    `tokenizer`: for rules that ask a judge.
+    """
+
+    def __init__(
+        self,
+        manager: DynamicProbeManager,
+        settings: WorkerSettings,
+        host: HostState,
+        channel: Channel,
+        model: Any,
+        tokenizer: Any = None,
+    ) -> None:
+        self.n_steps, self.seconds, self.ended = 0, 0.0, Counter[str]()
+        self._channel, self._stop = channel, settings.stop
+        deployment = manager.deployment
+        # An error of scoring must not end the requests of all, so there is a breaker where the file names none.
+        breaker = Breaker() if deployment is None or deployment.breaker is None else deployment.breaker
+        self.run = MonitorRun(
+            manager,
+            model,
+            tokenizer,
+            on_gap=lambda gap: None,
+            callback_errors="report",
+            deployment=deployment,
+            breaker=breaker,
+            source=partial(EngineRequests, host=host),
+        )
+        source = self.run.source
+        assert isinstance(source, EngineRequests)
+        self.requests = source
+        self.requests.score_together = self.run.scorer.score_together
+        self._entries: list[tuple[Recording, PlacedTokens, Scores, int]] = []
+        self._began = (0.0, 0.0)  # the newest step, by time.time() and time.perf_counter()
+        self.run.follow(_Teller(channel, settings.stop))
+        self.run.listen(self._take)
+        self.run.__enter__()
+        if manager.metrics is not None:
+            self.run.follow(manager.metrics)
+
+    def begin_step(self, scheduled: Any) -> None:
+        """Take what the scheduler says of requests, before the model runs a step."""
+        self._began = (time.time(), time.perf_counter())
+        for request in scheduled.finished_req_ids:
+            self._end(request)
+        for new in scheduled.scheduled_new_reqs:
+            try:
+                self._begin(new)
+            except AlignmentError as error:  # its rows will be a gap
+                LOG.error("request %s cannot be followed: %s", new.req_id, error)
+        cached = scheduled.scheduled_cached_reqs
+        for request in cached.resumed_req_ids:
+            self._resume(request, cached.all_token_ids.get(request))
+
+    def step(self, rows: StepRows, n_drafts: Mapping[str, int], states: States) -> list[int]:
+        """Score a step that has run, and tell of it; return which of its requests are to end, by their place in it."""
+        begin = time.perf_counter()
+        self.requests.step(rows, n_drafts, states, self._began[1])
+        self._tell(time.perf_counter() - begin)
+        return self.requests.stopping(rows.requests) if self._stop else []
+
+    def settle(self, n_accepted: Mapping[str, int]) -> None:
+        """Score the drafts of the newest step that stay, and tell of them."""
+        begin = time.perf_counter()
+        self.requests.settle(n_accepted)
+        self._tell(time.perf_counter() - begin)
+
+    def lose(self, requests: Sequence[str], error: Exception) -> None:
+        """Score nothing more of requests whose step could not be read, or told of."""
+        self._entries = []
+        self.requests.lose(requests, error)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what it did so far, as JSON."""
+        return {
+            "steps": self.n_steps,
+            "seconds": self.seconds,
+            "requests": self.requests.n_generating,
+            "ended": self.ended.total(),
+            "sent": self._channel.n_sent,
+            "dropped": self._channel.n_dropped,
+            "gaps": self.run.n_gaps,
+            "failures": self.run.n_failures,
+            "health": self.run.health().as_dict(),
+        }
+
+    def close(self) -> None:
+        """End the run; requests that are under way are not told of any more."""
+        self.run.__exit__(None, None, None)
+        self._channel.close()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _begin(self, new: Any) -> None:
+        prompt, unseen = new.prompt_token_ids, unseen_request(new)
+        if self.requests.knows(new.req_id):  # the second kind of model runner is told so of one that runs again
+            self._resume(new.req_id, getattr(new, "prefill_token_ids", None) or prompt)
+            return
+        if prompt is None:
+            prompt = [-1] * len(new.prompt_embeds)
+        self.requests.begin(new.req_id, prompt, int(new.num_computed_tokens), unseen)
+
+    def _resume(self, request: str, ids: Sequence[int] | None) -> None:
+        if ids is not None and self.requests.knows(request):
+            self.requests.resume(request, ids)
+
+    def _end(self, request: str) -> None:
+        ended = self.requests.end(request)
+        if ended is None:
+            return
+        rows, generation = ended
+        self.ended["stopped" if generation.stop_column is not None else ""] += 1
+        number = generation.recording.number
+        stop_column = -1 if generation.stop_column is None else generation.stop_column
+        self._channel.send(
+            lambda sequence: Ended(sequence, request, number, rows.n_columns, rows.n_cached, rows.n_again, stop_column)
+        )
+
+    def _take(self, placed: PlacedTokens, scores: Scores) -> None:
+        recording = self.requests.recording_of(placed)
+        self._entries.append((recording, placed, scores, recording.watches[-1][1]))
+
+    def _tell(self, seconds: float) -> None:
+        """Send what was scored since the last time, as one message."""
+        self.seconds += seconds
+        if not self._entries:
+            return
+        entries, self._entries = self._entries, []
+        self.n_steps += 1
+        recordings = list({id(entry[0]): entry[0] for entry in entries}.values())
+        place = {id(recording): i for i, recording in enumerate(recordings)}
+        lengths = [len(placed) for _, placed, _, _ in entries]
+        pack = self.run.manager.pack
+        watches = self.run.watches
+        message = partial(
+            StepTokens,
+            step=self.n_steps,
+            began_seconds=self._began[0],
+            seconds=seconds,
+            requests=tuple(_head(recording) for recording in recordings),
+            of_request=np.repeat([place[id(recording)] for recording, *_ in entries], lengths).astype(np.int32),
+            columns=np.concatenate([placed.columns for _, placed, _, _ in entries]).astype(np.int64),
+            ids=np.concatenate([placed.ids for _, placed, _, _ in entries]).astype(np.int64),
+            phases=np.repeat([placed.phase for _, placed, _, _ in entries], lengths).astype(np.int8),
+            watches=np.repeat([watch for *_, watch in entries], lengths).astype(np.int32),
+            deployments={watch: watches[watch].deployment or "" for watch in {entry[3] for entry in entries}},
+            scores=Scores.join([entry[2] for entry in entries], pack.n_probes, self.run.manager.report_top_k),
+        )
+        self._channel.send(lambda sequence: message(sequence=sequence))
+
+
+def _head(recording: Recording) -> RequestHead:
+    assert recording.call.prompt_columns is not None
+    return RequestHead(recording.request, recording.number, recording.call.prompt_columns, recording.call.first_column)
+
+
+class _Teller(Follower):
+    """Tells the client of rules that were met, at once."""
+
+    def __init__(self, channel: Channel, stops: bool) -> None:
+        self._channel, self._stops = channel, stops
+
+    def event(self, event: Event, action: str) -> None:
+        self._send(event, action, self._stops and action == "stop")
+
+    def verdict(self, event: Event) -> None:
+        ruling = None if event.verdict is None else event.verdict.ruling
+        self._send(event, "escalate", self._stops and ruling == "stop")
+
+    def _send(self, event: Event, action: str, stopping: bool) -> None:
+        fields = {**dataclasses.asdict(event), "reading": []}
+        self._channel.send(lambda sequence: RuleMet(sequence, fields, action, stopping))

@@ -1,0 +1,111 @@
+"""hold: an answer as it comes, each token once its own score is known, so that a stop hides what caused it.
+
+async for piece in hold(client, engine.generate(prompt, params, "my-request")):
+    print(piece.text, end="")
+piece.event, piece.n_withheld               # of the last piece: which rule stopped it, and what is not shown
+
+A token's score comes with the step that reads it, before the token after it: what is held is one token. The last one is
+never run, so it is not shown, unless `show_last` asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from probemon.errors import ConfigError
+from probemon.monitor.rules import Event
+from probemon.ops.vllm.client import VllmClient
+from probemon.ops.vllm.request_log import RequestLog
+from probemon.util.token_texts import TokenTexts
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tokens whose scores are known: their `ids` and `text`. The last piece of an answer is `finished`, and says which
+    `event` stopped it, where a rule did, and how many tokens were generated and are not shown.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    finished: bool = False
+    event: Event | None = None
+    n_withheld: int = 0
+
+
+async def hold(
+    client: VllmClient,
+    outputs: AsyncIterator[Any],
+    *,
+    delta: bool = False,
+    show_last: bool = False,
+    wait_seconds: float = 10.0,
+) -> AsyncIterator[Held]:
+    """Yield the pieces of one answer. `outputs`: what `AsyncLLM.generate` yields, one answer to a request.
+
+    `delta`: each of them has the new tokens alone (`RequestOutputKind.DELTA`). A token whose score does not come within
+    `wait_seconds`, or that has none, ends what is shown. Raises `ConfigError` without a tokenizer.
+    """
+    tokenizer = client.tokenizer
+    if tokenizer is None:
+        raise ConfigError("held answers are texts: set client.tokenizer")
+    texts = TokenTexts(
+        lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    )
+    answer, ids, n_shown = _Answer(client), list[int](), 0
+    async for output in outputs:
+        if len(output.outputs) != 1:
+            raise ConfigError(f"one answer is held at a time, this request has {len(output.outputs)}: give n=1")
+        new = list(output.outputs[0].token_ids)
+        ids = [*ids, *new] if delta else new
+        answer.grow(output.request_id, list(output.prompt_token_ids or ()), ids)
+        n_known = await answer.n_known(wait_seconds)
+        if n_known > n_shown:
+            some = ids[n_shown:n_known]
+            n_shown = n_known
+            yield Held(tuple(some), "".join(map(texts.add, some)))
+    log = answer.log()
+    stopped = log is not None and log.stop_column is not None
+    if show_last and not stopped and ids and n_shown == len(ids) - 1:
+        n_shown += 1
+        yield Held((ids[-1],), texts.add(ids[-1]))
+    yield Held((), texts.finish(), True, None if log is None else log.stop_event, len(ids) - n_shown)
+
+
+class _Answer:
+    """The tokens of an answer so far, and the log that has the same: a name may have been used by another request."""
+
+    def __init__(self, client: VllmClient) -> None:
+        self._client, self._request, self._ids, self._n_prompt = client, "", list[int](), 0
+        self._n_same: dict[str, int] = {}  # by vLLM's own id, how many tokens were compared; -1: it has others
+
+    def grow(self, request: str, prompt: list[int], ids: list[int]) -> None:
+        """Take what has come by now: prompt, and all that was generated."""
+        self._request, self._n_prompt, self._ids = request, len(prompt), [*prompt, *ids]
+
+    def log(self) -> RequestLog | None:
+        """Return the newest log whose tokens are those of the answer, as far as either has them."""
+        for log in self._client.logs_of(self._request):
+            n_same = self._n_same.get(log.request, 0)
+            if n_same >= 0 and log.n_prompt == self._n_prompt and log.first_difference(self._ids, n_same) is None:
+                self._n_same[log.request] = min(len(self._ids), log.n_columns)
+                return log
+            self._n_same[log.request] = -1
+        return None
+
+    async def n_known(self, wait_seconds: float) -> int:
+        """Return how many generated tokens may be shown, once that is known of all that the host has run by now."""
+        n_run = len(self._ids) - 1
+
+        def ready() -> bool:
+            log = self.log()
+            done = log is not None and (log.n_columns >= n_run or log.n_showable < log.n_columns)
+            return done or self._client.mismatch is not None
+
+        if n_run > self._n_prompt and not ready():
+            await asyncio.to_thread(self._client.wait, ready, wait_seconds)
+        self._client.check()
+        log = self.log()
+        return 0 if log is None else max(0, min(log.n_showable, n_run) - self._n_prompt)

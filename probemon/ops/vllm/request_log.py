@@ -1,0 +1,244 @@
+"""RequestLog: what came from the worker of one request, and the tokens that it makes of its final ids.
+
+log = RequestLog(head, n_probes)                    # head: RequestHead of its first message
+log.add(message, which)                             # which entries of a StepTokens are its own
+log.meet(event); log.end(message)                   # a rule stopped it; it left the engine
+tokens = log.tokens(ids, n_prompt, lost=False)      # every token of prompt and output, seen or not
+
+A column may come more than once: run again after a preemption. The last one counts. What comes of columns after the
+last token that the output needs is of drafts, or of steps that were under way when the request was aborted, and
+dropped.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from probemon.core.hierarchy import Ints
+from probemon.core.scores import GENERATED, PROMPT, Scores
+from probemon.errors import AlignmentError
+from probemon.monitor.rules import Event
+from probemon.ops.vllm.messages import Ended, RequestHead, RequestScores, StepTokens
+from probemon.ops.vllm.rows import CACHED
+from probemon.tracking.recording import GAP, LAST, Tokens
+
+LOST = "a message with its scores was dropped: the client did not read in time (high_water_mark)"
+LATE = "its scores had not come when they were asked for: they are under way, or a message was dropped"
+END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
+_PIECES = 256  # are joined once there are so many: small arrays weigh more than what is in them
+
+
+def is_cut_short(finish_reason: str | None, stop_reason: int | str | None) -> bool:
+    """Whether an answer was ended from outside the engine: by an abort, or at a stop string, which vLLM's front end
+    finds in the text.
+    """
+    return finish_reason in ("abort", "error") or isinstance(stop_reason, str)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    columns: Ints
+    ids: Ints
+    watches: Ints
+    scores: Scores
+
+    def take(self, which: Ints) -> _Piece:
+        return _Piece(self.columns[which], self.ids[which], self.watches[which], self.scores.take(which))
+
+
+class RequestLog:
+    """`request`: vLLM's own id. `n_columns`: columns before it were seen or came from the cache, with none missing.
+
+    `n_drafts`: how many tokens are drafted a step: so many may have been run that the output does not have.
+    """
+
+    def __init__(self, head: RequestHead, n_probes: int, n_drafts: int = 0) -> None:
+        self.request, self.number = head.request, head.number
+        self.n_prompt, self.first_column = head.n_prompt, head.first_column
+        self.n_columns = head.first_column
+        self.n_drafts = n_drafts
+        self.ended: Ended | None = None
+        self.under_way = True
+        self.deployments: dict[int, str | None] = {}
+        self.stop_column: int | None = None  # at which a rule stopped it
+        self.stop_event: Event | None = None  # of that rule
+        self.n_lost = 0  # messages, of all requests, by the newest one of this request
+        self._n_lost_before: int | None = None
+        self._blind_column: int | None = None  # of the first generated token that could not be scored
+        self._n_probes, self._pieces = n_probes, list[_Piece]()
+        self._ids = array("q")  # by column, -1 for those that have not come
+
+    @classmethod
+    def of(cls, kept: RequestScores, n_probes: int) -> RequestLog:
+        """Return the log that another process keeps."""
+        log = cls(kept.tokens.requests[0], n_probes, kept.n_drafts)
+        if len(kept.tokens.columns):
+            log.add(kept.tokens, np.arange(len(kept.tokens.columns)))
+        if kept.ended is not None:
+            log.end(kept.ended)
+        return log
+
+    def is_whole(self, n_run: int, *, with_end: bool) -> bool:
+        """Whether nothing more comes of an answer with `n_run` tokens run. `with_end`: only its end says so."""
+        return not self.under_way or (self.n_columns >= n_run and not with_end)
+
+    @property
+    def n_tokens(self) -> int:
+        """Return how many entries are kept."""
+        return sum(len(piece.columns) for piece in self._pieces)
+
+    @property
+    def n_showable(self) -> int:
+        """Return how many columns may be shown to whoever waits for their scores: none from where a rule stopped on."""
+        ends = [self.n_columns, self.stop_column, self._blind_column]
+        return min(end for end in ends if end is not None)
+
+    def add(self, message: StepTokens, which: Ints, n_lost: int = 0, n_lost_before: int = 0) -> None:
+        """Add entries of a step, in the order of their columns. `n_lost`: messages, of all requests, by now;
+        `n_lost_before`: by the message before this one.
+        """
+        piece = _Piece(message.columns, message.ids, message.watches.astype(np.int64), message.scores).take(which)
+        self._pieces.append(piece)
+        if len(self._pieces) == _PIECES:
+            self._pieces = [self._joined()]
+        self.deployments.update(message.deployments)
+        for i in np.flatnonzero((piece.columns >= self.n_prompt) & ~piece.scores.coverage.seen).tolist()[:1]:
+            self._blind_column = min(int(piece.columns[i]), self._blind_column or self.n_prompt + (1 << 40))
+        begin, end = int(piece.columns[0]), int(piece.columns[-1]) + 1
+        if self._n_lost_before is None:  # where its beginning is missing, that was lost
+            self._n_lost_before = n_lost if begin == self.first_column else 0
+            self.n_lost = n_lost_before
+        if n_lost > self.n_lost:  # what a rule said of these tokens, or of earlier ones, may be among it
+            self._blind_column = min(max(begin, self.n_prompt), self._blind_column or self.n_prompt + (1 << 40))
+        self.n_lost = n_lost
+        self._ids.extend([-1] * (end - len(self._ids)))
+        for column, token_id in zip(piece.columns.tolist(), piece.ids.tolist(), strict=True):
+            self._ids[column] = token_id
+        if begin <= self.n_columns and end - begin == len(piece.columns):
+            self.n_columns = max(self.n_columns, end)
+
+    def meet(self, event: Event) -> None:
+        """Take an event that ends the row; the first one counts."""
+        if self.stop_event is None:
+            self.stop_event, self.stop_column = event, event.column
+
+    def end(self, message: Ended | None, n_lost: int = 0) -> None:
+        """Take that nothing more comes; without a message where its engine is gone."""
+        self.ended, self.under_way, self.n_lost = message, False, n_lost
+        if message is not None and message.stop_column >= 0 and self.stop_column is None:
+            self.stop_column = message.stop_column  # the message with the event was dropped
+
+    def lost(self, n_lost: int) -> bool:
+        """Whether messages were dropped while it ran, of `n_lost` by now, so that its own may be among them."""
+        return (n_lost if self.under_way else self.n_lost) > (self._n_lost_before or 0)
+
+    def first_difference(self, ids: Sequence[int], since: int = 0) -> int | None:
+        """Return the first column from `since` on at which another token was run than stands in `ids`."""
+        for column, (token_id, known) in enumerate(zip(ids[since:], self._ids[since : len(ids)], strict=False), since):
+            if known not in (-1, token_id):
+                return column
+        return None
+
+    def tokens(self, ids: Ints, n_prompt: int, *, lost: bool, cut_short: bool = False) -> Tokens:
+        """Return every token of `ids [L]`, prompt and output. `lost`: messages were dropped while it ran. `cut_short`:
+        it was ended from outside the engine, which may have run tokens meanwhile that the output does not have.
+
+        Raises `AlignmentError` where another token was run than stands in `ids`, or more of them.
+        """
+        if n_prompt != self.n_prompt:
+            raise AlignmentError(
+                f"request {self.request!r} was run with a prompt of {self.n_prompt} tokens, this one has {n_prompt}"
+            )
+        length = len(ids)
+        at = self.first_difference(ids.tolist())
+        if at is not None:
+            raise AlignmentError(
+                f"request {self.request!r}, position {at}: the output has token {ids[at]}, the engine ran"
+                f" {self._ids[at]}: this is not its output, or it was edited, or is not all of it"
+                " (RequestOutputKind.DELTA)"
+            )
+        n_run = length - (length > n_prompt)
+        n_ended = 0 if self.ended is None else self.ended.n_columns
+        if n_ended > n_run + self.n_drafts and (not cut_short or length == n_prompt):
+            raise AlignmentError(
+                f"request {self.request!r}: the engine ran {n_ended} tokens, the output has {n_run} that can have been"
+                " run: give the whole of it. Ask for RequestOutputKind.FINAL_ONLY or CUMULATIVE; of DELTA, join the"
+                " token_ids of all its pieces"
+            )
+        piece = self._newest(n_run)
+        entry = np.full(length, -1, dtype=np.int64)
+        entry[piece.columns] = np.arange(len(piece.columns))
+        reasons = {}
+        for at in np.flatnonzero(entry < 0).tolist():
+            if at < self.first_column:
+                reasons[at] = CACHED
+            elif at == length - 1 and at >= n_prompt:
+                reasons[at] = LAST
+            else:
+                reasons[at] = LOST if lost else LATE if self.under_way else GAP
+        positions = np.arange(length)
+        return Tokens(
+            np.zeros(length, dtype=np.int64),
+            positions,
+            ids,
+            np.where(positions < n_prompt, PROMPT, GENERATED),
+            piece.scores.take(entry, reasons),
+        )
+
+    def watched_from(self) -> list[tuple[int, int]]:
+        """Return from which column which state of what is watched held."""
+        piece, held = self._newest(None), list[tuple[int, int]]()
+        for at, number in zip(piece.columns.tolist(), piece.watches.tolist(), strict=True):
+            if not held or held[-1][1] != number:
+                held.append((at, number))
+        return held
+
+    def seen_scores(self) -> tuple[Ints, Ints, Scores]:
+        """Return columns, ids and scores of the tokens that have come, in the order of their columns."""
+        piece = self._newest(None)
+        return piece.columns, piece.ids, piece.scores
+
+    def as_message(self, n_lost: int = 0) -> RequestScores:
+        """Return all that has come of it. `n_lost`: messages, of all requests, by now."""
+        return RequestScores(0, self._all_tokens(), self.ended, self.lost(n_lost), self.n_drafts)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _all_tokens(self) -> StepTokens:
+        piece = self._newest(None)
+        n = len(piece.columns)
+        return StepTokens(
+            sequence=0,
+            step=0,
+            began_seconds=0.0,
+            seconds=0.0,
+            requests=(RequestHead(self.request, self.number, self.n_prompt, self.first_column),),
+            of_request=np.zeros(n, dtype=np.int32),
+            columns=piece.columns,
+            ids=piece.ids,
+            phases=(piece.columns >= self.n_prompt).astype(np.int8),
+            watches=piece.watches.astype(np.int32),
+            deployments={number: name or "" for number, name in self.deployments.items()},
+            scores=piece.scores,
+        )
+
+    def _joined(self) -> _Piece:
+        none: Ints = np.zeros(0, dtype=np.int64)
+        columns, ids, watches = (
+            np.concatenate([none, *(getattr(piece, name) for piece in self._pieces)])
+            for name in ("columns", "ids", "watches")
+        )
+        top_k = self._pieces[0].scores.report_top_k if self._pieces else 10
+        return _Piece(
+            columns, ids, watches, Scores.join([piece.scores for piece in self._pieces], self._n_probes, top_k)
+        )
+
+    def _newest(self, before: int | None) -> _Piece:
+        """Return what came last of each column before one, in the order of the columns."""
+        piece = self._joined()
+        last = {column: i for i, column in enumerate(piece.columns.tolist()) if before is None or column < before}
+        return piece.take(np.array([last[column] for column in sorted(last)], dtype=np.int64))

@@ -1,0 +1,269 @@
+"""EngineRequests: the requests of vLLM as a source of tokens for a run, as `generate()` is one of a model's.
+
+    run = MonitorRun(manager, model, source=partial(EngineRequests, host=host))
+    with run:
+        requests = run.source
+        requests.begin("0-1a2b", prompt_ids, n_cached=0)
+        requests.step(rows, n_drafts, states, began)      # states: by site, one row each
+        requests.settle({"0-1a2b": 2})                    # with speculation: how many drafts were accepted
+        requests.stopping()                               # of the rows of the step, those to end
+        requests.end("0-1a2b")
+
+Every request is a generation of one row with a recording of its own, and its tokens go the way of all others: they are
+scored in order with what the one before retained, recorded, judged by the rules, sent to sinks and followers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.core.scores import GENERATED, PROMPT, Gap, HostState
+from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.host.ranks import Ranks
+from probemon.host.site import Site
+from probemon.ops.vllm.rows import CACHED, Placing, RequestRows, StepRows
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.decoder_hooks import Report, ScoreTokens
+from probemon.tracking.generate_call import GenerateCall
+from probemon.tracking.generation import Generation, States
+from probemon.tracking.hand_loop import HandLoop
+from probemon.tracking.hook_faults import HookFaults
+from probemon.tracking.observer import ForwardTime, Observer
+from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import keep_newest
+
+LOG = logging.getLogger("probemon")
+_MOST_LOGGED = 100  # gaps
+_KEEP_TOKENS = 50_000  # with their scores, of which the client has all
+
+
+class EngineRequests:
+    """A `TokenSource`. `host`: what every recording says of the model. `score_together`: scores tokens of several
+    requests at once, and is set once the run that made it has its scorer (`run.scorer.score_together`).
+
+    All but `stop` is called in the thread that runs the model.
+    """
+
+    ranks: Ranks | None = None
+
+    def __init__(
+        self,
+        model: Any,
+        sites: Sequence[str | Site],
+        n_probes: int,
+        score: ScoreTokens,
+        *,
+        host: HostState | None = None,
+        check: Callable[[GenerateCall], None] = lambda prompt: None,
+        on_gap: Callable[[Gap], None] | None = None,
+        on_end: Callable[[Recording], None] | None = None,
+        acts: Callable[[], bool] = lambda: False,
+        observer: Observer | None = None,
+        one_thread: bool = False,
+    ) -> None:
+        self.model, self.open, self.called, self.n_gaps = model, False, False, 0
+        self.score_together: Callable[..., Report | None] | None = None
+        self.recordings: list[Recording] = []
+        self.forward_seconds: deque[float] = deque(maxlen=10_000)
+        self.batch_errors: list[BaseException] = []
+        self.n_documents, self.running_beams = 0, False
+        self._n_probes, self._host = n_probes, host
+        self._check, self._on_gap, self._on_end, self._observer = check, on_gap, on_end, observer or Observer()
+        self._placing, self._n_made = Placing(), 0
+        self._generations: dict[str, Generation] = {}
+        self._step: tuple[StepRows, States] | None = None  # the newest, whose drafts are not settled yet
+        self._scoring: dict[int, Recording] = {}  # by the id of what is being scored
+        self._lock = threading.Lock()
+
+    # -- what the worker tells -------------------------------------------------------------------
+
+    def begin(self, request: str, prompt: Any, n_cached: int, unseen: str = "") -> None:
+        """Begin a request. `unseen`: why none of its tokens is to be scored."""
+        rows = self._placing.begin(request, prompt, n_cached)
+        rows.unseen = unseen
+        call = GenerateCall(len(rows.prompt), 0, cached=n_cached)
+        self._check(call)
+        recording = Recording(
+            rows.call, 0, self._n_probes, host=self._host, number=self._n_made, request=request, before=CACHED
+        )
+        self._n_made += 1
+        with self._lock:
+            self._generations[request] = Generation(recording, call)
+        self.recordings.append(recording)
+
+    def knows(self, request: str) -> bool:
+        """Whether a request has begun, and not ended."""
+        return request in self._generations
+
+    def resume(self, request: str, ids: Sequence[int]) -> None:
+        """Take what a request has so far, which runs again after preemption."""
+        try:
+            self._placing.resume(request, ids)
+        except AlignmentError as error:
+            self._lose(self._placing.live[request], error)
+
+    def step(self, rows: StepRows, n_drafts: Mapping[str, int], states: States, began: float) -> None:
+        """Score the rows of a step that began at `began` (`time.perf_counter`), but drafts that may be rejected yet."""
+        begin, self.called, n_tokens = time.perf_counter(), True, [0, 0]
+        self._step = (rows, states)
+        parts = []
+        for i, request in enumerate(rows.requests):
+            for placed, reason in self._place(rows, i, n_drafts.get(request, 0)):
+                n_tokens[placed.phase != PROMPT] += len(placed)
+                parts.append((request, placed, reason or states))
+        self._score_tokens(parts)
+        if not n_drafts:
+            self._step = None
+        keep_newest(self.recordings, _KEEP_TOKENS)
+        now = time.perf_counter()
+        self.forward_seconds.append(now - begin)
+        self._observer.forward(ForwardTime(now - begin, now - began, *n_tokens))
+
+    def settle(self, n_accepted: Mapping[str, int]) -> None:
+        """Score the drafts of the newest step that were accepted, by request; forget the others."""
+        if self._step is None:
+            return
+        _, states = self._step
+        settled = self._placing.settle(n_accepted)
+        self._score_tokens([(rows.request, placed, reason or states) for rows, placed, reason in settled])
+        self._step = None
+
+    def lose(self, requests: Sequence[str], error: Exception) -> None:
+        """Score nothing more of these requests, of which a step could not be read: their tokens are unseen."""
+        for request in requests:
+            if request in self._placing.live:
+                self._lose(self._placing.live[request], error)
+
+    def stopping(self, requests: Sequence[str]) -> list[int]:
+        """Return which of the requests of a batch, by their place in it, are to end with their next token."""
+        return [i for i, request in enumerate(requests) if request in self._generations and self._stops(request)]
+
+    def stops(self, request: str) -> bool:
+        """Whether a request is to end with its next token."""
+        return request in self._generations and self._stops(request)
+
+    def end(self, request: str) -> tuple[RequestRows, Generation] | None:
+        """Forget a request, which finished or was aborted; None where it never began."""
+        rows = self._placing.end(request)
+        with self._lock:
+            generation = self._generations.pop(request, None)
+        if rows is None or generation is None:
+            return None
+        recording = generation.recording
+        recording.close()
+        if self._on_end is not None:
+            self._on_end(recording)
+        self._observer.ended(recording, None)
+        self.recordings[:] = [one for one in self.recordings if one is not recording]
+        return rows, generation
+
+    def recording_of(self, placed: PlacedTokens) -> Recording:
+        """Return the recording of tokens that are being published."""
+        return self._scoring[id(placed)]
+
+    # -- what a run asks -------------------------------------------------------------------------
+
+    def hook_faults(self) -> HookFaults:
+        """Return nothing: that the layers are captured is what the canary shows."""
+        return HookFaults()
+
+    @property
+    def n_generating(self) -> int:
+        """Return how many requests are under way."""
+        return len(self._generations)
+
+    @property
+    def generating(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._generations)
+
+    def stop(self) -> None:
+        """End every request that is under way with its next token; from any thread."""
+        with self._lock:
+            for generation in self._generations.values():
+                generation.stop_all_rows()
+
+    def by_hand(self, from_column: int) -> AbstractContextManager[HandLoop]:
+        """Raise `NotSupportedDecoding`: an engine generates by itself."""
+        raise NotSupportedDecoding("inside vLLM nothing is generated by hand: send a request")
+
+    def current(self) -> Generation | None:
+        """Return None: tokens of several requests are scored at once."""
+        return None
+
+    def stopped(self, like: Tensor) -> Tensor:
+        """Return no rows: requests of an engine are asked of one by one."""
+        return torch.zeros_like(like)
+
+    def __enter__(self) -> EngineRequests:
+        self.open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.open = False
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _place(self, step: StepRows, i: int, n_drafts: int) -> Iterator[tuple[PlacedTokens, str]]:
+        request = step.requests[i]
+        if request not in self._placing.live:
+            self.n_gaps += 1
+            if self.n_gaps <= _MOST_LOGGED:
+                LOG.error("a step of vLLM has rows of request %s, whose beginning was not seen", request)
+            return
+        try:
+            yield from self._placing.place_request(step, i, n_drafts)
+        except AlignmentError as error:
+            self._lose(self._placing.live[request], error)
+            yield from self._placing.place_request(step, i, n_drafts)
+
+    def _lose(self, rows: RequestRows, error: Exception) -> None:
+        rows.unseen = f"its rows could not be told, or scored: {type(error).__name__}: {error}"
+        recording = self._generations[rows.request].recording
+        self.n_gaps += 1
+        LOG.error("request %s is not scored any more: %s", rows.request, error)
+        gap = Gap(recording.number, rows.n_columns, rows.n_columns, rows.unseen)
+        self._observer.gap(gap)
+        if self._on_gap is not None:
+            self._on_gap(gap)
+
+    def _score_tokens(self, parts: Sequence[tuple[str, PlacedTokens, States | str]]) -> None:
+        """Score tokens, in the order of each request: in turns, since one begins with what the one before retained."""
+        turns: list[dict[str, tuple[Generation, Recording, PlacedTokens, States | str]]] = []
+        n_parts = Counter[str]()
+        for request, placed, states in parts:
+            if not isinstance(states, str):
+                at = torch.from_numpy(placed.offsets)
+                states = {site: hidden[at.to(hidden.device)] for site, hidden in states.items()}
+            generation = self._generations[request]
+            turn = n_parts[request]
+            n_parts[request] += 1
+            if turn == len(turns):
+                turns.append({})
+            turns[turn][request] = (generation, generation.recording, placed, states)
+        for turn_parts in turns:
+            for phase in (PROMPT, GENERATED):
+                self._score_turn([part for part in turn_parts.values() if part[2].phase == phase])
+
+    def _score_turn(self, parts: Sequence[tuple[Generation, Recording, PlacedTokens, States | str]]) -> None:
+        self._scoring = {id(placed): recording for _, recording, placed, _ in parts}
+        assert self.score_together is not None
+        report = self.score_together(parts)
+        if report is not None:
+            report(True)
+
+    def _stops(self, request: str) -> bool:
+        generation = self._generations[request]
+        return generation.stopping or generation.raising is not None

@@ -1,0 +1,80 @@
+"""vLLM's OpenAI server, watched: its arguments, and its run in this process.
+
+arguments = server_arguments(client, "folder", "name", "127.0.0.1", 8000, token, ["--max-model-len", "1024"])
+run_server(arguments)                       # until a signal ends it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+from probemon.errors import ConfigError
+from probemon.ops.vllm.client import VllmClient
+
+ROUTES = "probemon.ops.vllm.routes.Routes"
+_OURS = {  # what vLLM is told by the command itself, and why it cannot be told otherwise
+    "--worker-cls": "probemon's worker is one itself",
+    "--additional-config": "it holds what is watched",
+    "--host": "give it before the two dashes",
+    "--port": "give it before the two dashes",
+    "--api-key": "the command makes one, or give --no-token before the two dashes",
+    "--api-server-count": "one process receives what the worker says",
+    "--headless": "the server is what is started",
+    "--uds": "it listens at an address",
+}
+
+
+def check_more(more: Sequence[str]) -> None:
+    """Raise `ConfigError` for arguments of vLLM that are not the user's to give."""
+    for argument in more:
+        name = argument.partition("=")[0].partition(".")[0].replace("_", "-")  # --additional-config.probemon.stop=...
+        # vLLM's parser takes the beginning of a name for the whole of it.
+        for ours, why in _OURS.items():
+            if name == ours or (name == "-asc" and ours == "--api-server-count") or _begins(name, ours):
+                raise ConfigError(
+                    f"{argument.partition('=')[0]} is given to vLLM, which is {ours}: {why}, so leave it out"
+                )
+
+
+def _begins(name: str, option: str) -> bool:
+    return len(name) > len("--") and name.startswith("--") and option.startswith(name)
+
+
+def server_arguments(
+    client: VllmClient, model: str, name: str, host: str, port: int, token: str | None, more: Sequence[str]
+) -> list[str]:
+    """Return the command line of `vllm serve`, without its name. `name`: what clients call the model; `more`: what the
+    user adds.
+    """
+    engine = client.engine_arguments()
+    arguments = [model, "--served-model-name", name, "--host", host, "--port", str(port), "--middleware", ROUTES]
+    arguments += ["--worker-cls", engine["worker_cls"], "--additional-config", json.dumps(engine["additional_config"])]
+    for processor in engine.get("logits_processors", ()):
+        arguments += ["--logits-processors", processor]
+    if not engine["async_scheduling"]:
+        arguments.append("--no-async-scheduling")
+    if token is not None:
+        arguments += ["--api-key", token]
+    return [*arguments, *more]
+
+
+def run_server(arguments: Sequence[str]) -> None:
+    """Run vLLM's server until a signal ends it. Raises `ConfigError` for arguments that it does not take."""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise ConfigError("VLLM_USE_RUST_FRONTEND is set: vLLM's other front end has no place for routes, so unset it")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser, command = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    cli_env_setup()
+    try:
+        parsed = parser.parse_args(["serve", *arguments])
+    except SystemExit as ended:  # its parser has said more
+        raise ConfigError("vLLM does not take the arguments behind the two dashes: it says above which") from ended
+    command.validate(parsed)
+    command.cmd(parsed)

@@ -1,0 +1,65 @@
+"""What is watched inside vLLM, opened alike by the client, which starts the engine, and by the worker in it.
+
+sha256 = watched_sha256(pack, deployment, cascade)          # by the client, for WorkerSettings
+manager = open_manager(settings, device="cpu")              # by the worker, which compares the hash
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from probemon.errors import ConfigError
+from probemon.manager import DynamicProbeManager
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.rules import Rule
+from probemon.ops.vllm.messages import WorkerSettings
+from probemon.packs.group import AnyPack, PackGroup
+
+
+def open_manager(settings: WorkerSettings, device: str = "cpu") -> DynamicProbeManager:
+    """Return a manager of what the settings name.
+
+    Raises `ConfigError` where that is another than what the client opened, or cannot be watched in an engine.
+    """
+    if settings.deployment:
+        manager = DynamicProbeManager.from_deployment(settings.deployment, device=device)
+        assert manager.deployment is not None
+        check_rules(manager.deployment.rules(manager.pack), manager.pack)
+    else:
+        packs: Any = settings.packs[0] if len(settings.packs) == 1 else list(settings.packs)
+        manager = DynamicProbeManager(packs, device=device, **settings.cascade)
+    if tuple(manager.pack.sites) != tuple(settings.sites):
+        raise ConfigError(
+            f"the settings of the worker name the sites {list(settings.sites)}, its packs read"
+            f" {list(manager.pack.sites)}: vLLM's compiled graphs are told apart by what is named"
+        )
+    if watched_sha256(manager.pack, manager.deployment, settings.cascade) != settings.sha256:
+        raise ConfigError(
+            "what is watched is another than when the settings of the worker were made: a file was edited meanwhile."
+            " Start again"
+        )
+    return manager
+
+
+def watched_sha256(pack: AnyPack, deployment: Deployment | None, cascade: Mapping[str, Any]) -> str:
+    """Return the hash of what is watched: of the packs, each with its set of thresholds, the file and the settings."""
+    packs = pack.packs if isinstance(pack, PackGroup) else {"": pack}
+    what = {
+        "packs": {name: [one.manifest, one.alert_set] for name, one in packs.items()},
+        "deployment": "" if deployment is None else deployment.sha256,
+        "cascade": dict(cascade),
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_rules(rules: Sequence[Rule], pack: AnyPack) -> None:
+    """Raise `ConfigError` for a rule that cannot do what it says inside an engine of many requests."""
+    for rule in rules:
+        if "raise" in rule.actions:
+            raise ConfigError(
+                f"the rule on {pack.concepts[rule.probe]['id']} raises: inside vLLM an error would end the requests of"
+                " all. Use stop, which ends its own, or record"
+            )

@@ -1,0 +1,238 @@
+"""ProbeWorker: a worker of vLLM that scores every token in the step that runs it. Needs vLLM.
+
+    LLM(model, worker_cls="probemon.ops.vllm.worker.ProbeWorker",
+        additional_config={"probemon": settings.as_config()})        # VllmClient.engine_arguments() says both
+
+It is vLLM's own worker of the platform, whose model hands out the states of some layers besides. When it has warmed up,
+a canary runs one request through the engine's own path and compares; then every step is scored between the forward and
+the sampling of the next tokens, by the same run, manager and rules as anywhere else. Of several ranks of tensor
+parallel the first one scores.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from probemon.core.scores import HostState
+from probemon.errors import Blind, ConfigError
+from probemon.host.compatibility import check_host
+from probemon.manager import DynamicProbeManager
+from probemon.ops.vllm.channel import Channel
+from probemon.ops.vllm.engine_canary import TOLERANCES, canary_ids, judge, judge_alone, reference_states
+from probemon.ops.vllm.engine_watch import EngineWatch
+from probemon.ops.vllm.layer_states import HOOKS, LayerStates
+from probemon.ops.vllm.messages import CHANNEL_VARIABLE, Hello, WorkerSettings
+from probemon.ops.vllm.refusals import check_engine
+from probemon.ops.vllm.rows import StepRows, rows_of_v1, rows_of_v2
+from probemon.ops.vllm.step_stops import STOPS
+from probemon.ops.vllm.watched import open_manager
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+LOG = logging.getLogger("probemon")
+_CANARY = "probemon-canary"
+
+
+class ProbeWorker(Worker):
+    """Raises, before an engine serves anything, `NotSupportedHost`, `ConfigError`, `HostMismatch` and `Blind`."""
+
+    _watch: EngineWatch | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model, and have it hand out states before it is compiled."""
+        self._settings = WorkerSettings.of_config(self.vllm_config.additional_config)
+        check_engine(self.vllm_config, vllm.__version__, self._settings)
+        if self._settings.stop and not STOPS.installed:
+            raise ConfigError(
+                "stops inside the step are made by a logits processor, which this engine was not given: give"
+                ' logits_processors=["probemon.ops.vllm.stop:StopRows"]'
+            )
+        loaded = super().load_model(*args, **kwargs)
+        self._states = LayerStates.put_on(
+            self.model_runner, self._settings.sites, eager=not self._compiled, auxiliary=supports_eagle3
+        )
+        if self._states.way == HOOKS and self._settings.canary != "weights":
+            raise ConfigError("states that hooks read are to be compared with those of transformers: canary='weights'")
+        return loaded
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, then look whether the layers are captured, and begin to score."""
+        warmed_up = super().compile_or_warm_up_model()
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices):  # what is sampled later is what it would be without
+            ids = canary_ids(self.model_config.get_vocab_size())
+            taken = self._run_canary(ids)
+            if self.rank % self.parallel_config.tensor_parallel_size == 0:
+                self._begin(ids, taken)
+        return warmed_up
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run a step, and score it."""
+        if self._watch is None:
+            return super().execute_model(scheduler_output)
+        self._watch.begin_step(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        STOPS.rows = []
+        if scheduler_output.total_num_scheduled_tokens:
+            drafts = {name: len(ids) for name, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
+            try:
+                STOPS.rows = self._watch.step(self._rows(scheduler_output), drafts, self._taken())
+            except Exception as error:  # these requests are unseen from now on: to raise would end those of all
+                self._watch.lose(list(scheduler_output.num_scheduled_tokens), error)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample the next tokens; of drafts, those that were accepted are scored now."""
+        output = super().sample_tokens(grammar_output)
+        if self._watch is not None and self.vllm_config.speculative_config is not None:
+            accepted = {}
+            if isinstance(output, ModelRunnerOutput):
+                accepted = {
+                    name: max(0, len(output.sampled_token_ids[i]) - 1) for name, i in output.req_id_to_index.items()
+                }
+            self._watch.settle(accepted)
+        return output
+
+    def shutdown(self) -> None:
+        """End the run."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        super().shutdown()
+
+    def probemon_stats(self) -> dict[str, Any] | None:
+        """Return what was scored, sent and dropped, by `collective_rpc`; None from a rank that does not score."""
+        return None if self._watch is None else self._watch.stats()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    @property
+    def _compiled(self) -> bool:
+        return not self.model_config.enforce_eager
+
+    def _taken(self) -> dict[str, Tensor]:
+        return self._states.of_step(self.model_runner.execute_model_state)
+
+    def _rows(self, scheduled: SchedulerOutput) -> StepRows:
+        state = self.model_runner.execute_model_state
+        if hasattr(state, "input_batch"):
+            return rows_of_v2(state.input_batch, scheduled.num_scheduled_tokens)
+        return rows_of_v1(self.model_runner, scheduled.num_scheduled_tokens)
+
+    def _run_canary(self, ids: list[int]) -> dict[str, Tensor]:
+        """Run one request through the worker's own path, in blocks that are free yet; return its states."""
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        first = SchedulerOutput.make_empty()
+        first.scheduled_new_reqs = [
+            NewRequestData(
+                req_id=_CANARY,
+                prompt_token_ids=ids,
+                mm_features=[],
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+                pooling_params=None,
+                block_ids=tuple(
+                    list(range(1, 1 + -(-(len(ids) + 1) // group.kv_cache_spec.block_size))) for group in groups
+                ),
+                num_computed_tokens=0,
+                lora_request=None,
+                prefill_token_ids=ids,
+            )
+        ]
+        first.num_scheduled_tokens = {_CANARY: len(ids)}
+        first.total_num_scheduled_tokens = len(ids)
+        first.num_common_prefix_blocks = [0] * len(groups)
+        last = SchedulerOutput.make_empty()
+        last.finished_req_ids = {_CANARY}
+        super().execute_model(first)
+        try:
+            rows, taken = self._rows(first), self._taken()
+            if rows.ids.tolist() != ids:
+                raise Blind("vLLM's first forward did not run the tokens of the canary: its rows cannot be read")
+            taken = {site: states[: len(ids)].clone() for site, states in taken.items()}
+        finally:
+            super().sample_tokens(None)
+            super().execute_model(last)
+        return taken
+
+    def _begin(self, ids: list[int], taken: dict[str, Tensor]) -> None:
+        settings, model = self._settings, self.model_runner.get_model()
+        address = settings.channel or os.environ.get(CHANNEL_VARIABLE, "")
+        if not address:
+            raise ConfigError(f"no address of a client: give channel, or {CHANNEL_VARIABLE}")
+        manager = open_manager(settings, str(self.device))
+        figures = self._judge(manager, ids, taken)
+        channel = Channel(address, settings.high_water_mark)
+        host = HostState(
+            model=type(model).__name__,
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            adapters=(),
+            adapters_disabled=(),
+            adapters_merged=(),
+            adapter_scales=(),
+            quantisation=str(self.model_config.quantization or ""),
+            devices=(str(self.device),),
+            n_ranks=self.parallel_config.tensor_parallel_size,
+        )
+        watch = EngineWatch(manager, settings, host, channel, model, self._tokenizer(manager))
+        channel.send(
+            lambda sequence: Hello(
+                sequence=sequence,
+                pid=os.getpid(),
+                vllm=vllm.__version__,
+                way=self._states.way,
+                runner="v1" if hasattr(self.model_runner, "query_start_loc") else "v2",
+                compiled=self._compiled,
+                pack=manager.pack.name,
+                n_probes=manager.pack.n_probes,
+                sites=tuple(settings.sites),
+                sha256=settings.sha256,
+                host=asdict(host),
+                canary=figures,
+                n_drafts=self.vllm_config.num_speculative_tokens,
+            )
+        )
+        self._watch = watch
+
+    def _judge(self, manager: DynamicProbeManager, ids: list[int], taken: dict[str, Tensor]) -> dict[str, Any]:
+        """Compare with transformers on the same weights, and the weights with those the packs were made for."""
+        deployment = manager.deployment
+        if self._settings.canary == "layers":
+            if deployment is not None and deployment.content.get("host"):
+                raise ConfigError("the deployment names its host, which is only compared with canary='weights'")
+            return judge_alone(taken)
+        from transformers import AutoModelForCausalLM
+
+        config = self.model_config
+        model = AutoModelForCausalLM.from_pretrained(config.model, revision=config.revision, dtype=config.dtype)
+        model.eval()
+        check_host(manager.pack, model, strict=False)
+        if deployment is not None:
+            deployment.check_host(manager.pack, model)
+        tolerance = None if config.quantization else TOLERANCES.get(config.dtype, 0.1)
+        return judge(taken, reference_states(model, ids), tolerance)
+
+    def _tokenizer(self, manager: DynamicProbeManager) -> Any:
+        """Return a tokenizer where a rule asks a judge, which reads text."""
+        deployment = manager.deployment
+        if deployment is None or not any(
+            rule.get("action") == "escalate" for rule in deployment.content.get("rules", ())
+        ):
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model_config.tokenizer, revision=self.model_config.tokenizer_revision)

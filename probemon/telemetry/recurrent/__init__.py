@@ -1,5 +1,0 @@
-"""What hosts with a recurrent state keep: step sizes, decays, and how far back their states reach."""
-
-from probemon.telemetry.recurrent.monitor import StateMonitor
-
-__all__ = ["StateMonitor"]

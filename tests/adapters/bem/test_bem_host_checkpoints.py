@@ -1,0 +1,153 @@
+"""Gradient checkpointing of the host: its backward pass runs layers again, and gradients are those of none."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from bem_oracle import FORMS, VOCAB, make_host, randomise
+from probemon.adapters.bem import BemConfig, FallbackPolicy, attach_bem
+from probemon.adapters.bem.losses import adapter_losses
+from probemon.errors import BemError
+
+ALL = ("q", "k", "v", "o", "down")
+IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
+OTHER = torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
+LOW_RANK = {"rank": 3, "width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8}
+CONFIGS = {
+    "all sites": BemConfig(sites=ALL, **LOW_RANK),
+    "read later": BemConfig(sites=ALL, read_layer=1, **LOW_RANK),
+    "no limit": BemConfig(spectral_cap=None, level="auto", auto_limits=(8, 9), **LOW_RANK),
+    "dropout": BemConfig(dropout=0.3, **LOW_RANK),
+    **{name: FORMS[name] for name in ("rank_mask rotated", "film")},
+}
+
+
+def checkpoint(model, reentrant=False):
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # newest, older
+    enable({"use_reentrant": reentrant})
+
+
+def gradients(model, bem, loss):
+    torch.manual_seed(3)
+    loss().backward()
+    found = {name: parameter.grad.clone() for name, parameter in bem.named_parameters()}
+    bem.zero_grad(set_to_none=True)
+    return found
+
+
+def same(found, expected, reentrant):
+    """Bit for bit; a reentrant checkpoint adds what comes from several layers in another order."""
+    return torch.equal(found, expected) or (reentrant and (found - expected).norm() <= 1e-6 * expected.norm())
+
+
+def two_forwards(model):
+    """Both are under way when the backward pass begins, as the halves of a preference pair are."""
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    first = model(IDS, attention_mask=mask, use_cache=False).logits
+    with torch.no_grad():  # as a reference model is run
+        model(IDS.flip(1), use_cache=False)
+    second = model(OTHER, use_cache=False).logits
+    return first[0, 3:].square().mean() + first[1].exp().mean() - second.sin().mean() * first[1].cos().mean()
+
+
+class HooksWithin(LlamaDecoderLayer):
+    """A layer of an older transformers: its checkpoint is around its hooks."""
+
+    def __call__(self, *args, **kwargs):
+        call = partial(super().__call__, **kwargs)
+        return self._gradient_checkpointing_func(call, *args) if self.gradient_checkpointing else call(*args)
+
+
+HooksWithin.forward = LlamaDecoderLayer.forward.__wrapped__
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of layers before the read one
+@pytest.mark.parametrize("older", [False, True], ids=["hooks outside", "hooks within"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_those_without_checkpointing(name, reentrant, older):
+    model = make_host(layers=3).train()
+    with randomise(attach_bem(model, CONFIGS[name])) as bem:
+        expected = gradients(model, bem, lambda: two_forwards(model))
+        if older:
+            for layer in model.model.layers:
+                layer.__class__ = HooksWithin
+        checkpoint(model, reentrant)
+        codes = []
+        with bem.controller.register_forward_hook(lambda *args: codes.append(args)):
+            found = gradients(model, bem, lambda: two_forwards(model))
+        again = gradients(model, bem, lambda: two_forwards(model))
+    assert len(codes) == 3  # the controller runs once a forward
+    assert all(grad.abs().max() > 0 for key, grad in expected.items() if "default" not in key)
+    for key, grad in expected.items():
+        assert same(found[key], grad, reentrant) and same(again[key], grad, reentrant), key
+    assert all("_Bound" not in repr(vars(layer).get("_gradient_checkpointing_func")) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_losses_of_an_adapter_and_what_layers_before_it_learn_are_the_same(reentrant):
+    """A parameter before the layer that is read has its gradient through the codes too."""
+    found = []
+    for checkpointed in (False, True):
+        model = make_host(layers=3).train()
+        if checkpointed:
+            checkpoint(model, reentrant)
+        with randomise(attach_bem(model, CONFIGS["read later"])) as bem:
+            losses = adapter_losses(bem, {"input_ids": IDS})
+            embeddings = model.get_input_embeddings()
+            embeddings.weight.requires_grad_(True)
+            model(IDS, use_cache=False).logits.square().mean().backward()
+            losses.total.backward()
+            grads = {name: parameter.grad for name, parameter in bem.named_parameters()}
+            found.append({**losses.terms, **grads, "embeddings": embeddings.weight.grad})
+    assert all(same(found[0][key], found[1][key], reentrant) for key in found[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_pass_knows_what_was_on_in_its_forward(reentrant):
+    """The adapter is silenced, or off, when the layers of a steered forward run again; and the reverse."""
+    model = make_host().train()
+    checkpoint(model, reentrant)
+    model.enable_input_require_grads()
+    model.lm_head.weight.requires_grad_(True)
+    bem = randomise(attach_bem(model, CONFIGS["all sites"]))
+    expected = gradients(model, bem, lambda: model(IDS, use_cache=False).logits.square().mean())
+    model.zero_grad()
+
+    def with_another_forward():
+        loss = model(IDS, use_cache=False).logits.square().mean()
+        bem.enabled = False
+        bare = model(IDS, use_cache=False).logits
+        bem.enabled = True
+        bare.square().mean().backward()
+        assert all(parameter.grad is None for parameter in bem.parameters())
+        bem.enabled = False
+        return loss
+
+    found = gradients(model, bem, with_another_forward)
+    assert all(same(found[name], expected[name], reentrant) for name in expected)
+    bem.enabled = True
+    loss = model(IDS, use_cache=False).logits.square().mean()
+    bem.detach()
+    with pytest.raises(BemError, match="the adapter that was on them is off"):
+        loss.backward()
+
+
+def test_checkpointing_that_cannot_be_followed_is_refused():
+    model = make_host().train()
+    checkpoint(model)
+    with (
+        attach_bem(model, CONFIGS["all sites"], fallback=FallbackPolicy()),
+        pytest.raises(BemError, match="without fallback= to train"),
+    ):
+        model(IDS)
+    with attach_bem(model, CONFIGS["all sites"]):
+        for layer in model.model.layers:
+            del layer._gradient_checkpointing_func
+        with pytest.raises(BemError, match="no checkpoint function by which codes could be followed"):
+            model(IDS)
+        model.eval()
+        model(IDS)

@@ -1,0 +1,128 @@
+"""The shipped host recalls beyond its window, by its memory alone; formulas and alerts against what is known."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ltm_recall
+from probemon.adapters.ltm import LtmForCausalLM, memory_of, recall_host
+from probemon.adapters.ltm.stats import key_metrics, memory_alerts, read_metrics, surprises
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def host():
+    return recall_host()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return ltm_recall.sequences(8, 150, torch.Generator().manual_seed(3))[0]
+
+
+@pytest.mark.parametrize("gap", [24, 384])
+def test_shipped_host_recalls_and_reads_the_token_that_it_answers_with(host, gap):
+    outcome = ltm_recall.recall(host, gap, n_queries=256, seed=3)
+    assert outcome["recall"] >= 0.99 and outcome["provenance"] >= 0.99
+
+
+def test_without_its_memory_it_guesses_and_so_does_its_twin():
+    closed = recall_host()
+    for memory in closed.memories.values():
+        memory.closed = True
+    for model in (closed, LtmForCausalLM.from_pretrained(ltm_recall.TWIN)):
+        assert ltm_recall.recall(model, 24, n_queries=512, seed=3)["recall"] <= 0.12
+
+
+def test_figures_of_the_page_are_those_of_the_result_file():
+    found = json.loads((ROOT / "docs/benchmarks/ltm_shipped.json").read_text())
+    page = (ROOT / "docs/memory-hosts.md").read_text()
+    lines = [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("|") and line.endswith("% |")]
+    names = ("recall_24", "recall_384", "memory_off", "window_only", "provenance")
+    assert found["passed"] and lines == [f"{found[name]:.1%}".replace("%", " %") for name in names]
+
+
+def test_examples_of_the_page_print_what_it_shows(capsys):
+    page = (ROOT / "docs/memory-hosts.md").read_text()
+    names = {}
+    for code, shown in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, flags=re.DOTALL):
+        exec(code, names)
+        assert capsys.readouterr().out == shown
+
+
+def test_metrics_of_reads_are_those_of_the_oracle():
+    reads = read_metrics([[0.1, 0.7, 0.1, 0.1, 0], [0.1, 0.2, 0.6, 0.1, 0], [0.85, 0.05, 0.05, 0.05, 0]])
+    expected = {
+        "marginal_entropy": 0.981195411, "effective_slots": 2.667643266, "read_entropy": 0.877012251,
+        "mutual_information": 0.104183160, "null_share": 0.35, "utilization": 0.75,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert reads[name] == pytest.approx(value, abs=1e-9)
+
+
+def _sines(k, *shape):
+    return np.sin(k + 1.7 * np.arange(np.prod(shape))).reshape(shape)
+
+
+def test_metrics_of_keys_and_surprise_are_those_of_the_oracle():
+    metrics = key_metrics(_sines(20, 4, 3))
+    assert metrics["redundancy"] == pytest.approx(0.612644951, abs=1e-9)
+    assert metrics["effective_rank"] == pytest.approx(1.868136870, abs=1e-9)
+    assert surprises(_sines(21, 2, 3), _sines(22, 2, 3)) == pytest.approx([1.082395768, 0.536381450], abs=1e-9)
+
+
+@torch.no_grad()
+def test_statistics_are_those_of_the_reads_that_the_memory_gave(host, ids):
+    """Of one row of 13 segments: what get_memory_stats() says of the newest 8 and the open one, from p itself."""
+    memory = host.memories[1]
+    outputs = []
+    hook = memory.register_forward_hook(lambda module, args, output: outputs.append(output))
+    cache = host(ids[:1]).past_key_values
+    hook.remove()
+    c, p = memory.shape.segment, outputs[0].reads[0].double().numpy()
+    begin = (ids.shape[1] // c - 8) * c
+    row = host.get_memory_stats()["memories"][0]
+    for name, value in read_metrics(p[begin:]).items():
+        assert row[name] == pytest.approx(value, abs=1e-9), name
+    state = memory_of(cache)[1]
+    keys = state.keys[0][state.strength[0] > 0]
+    assert row["redundancy"] == pytest.approx(key_metrics(keys.double().numpy())["redundancy"], abs=1e-9)
+    assert row["contribution"] == pytest.approx(float(outputs[0].contribution.double().mean()), abs=1e-9)
+    assert row["strength_mean"] == pytest.approx(
+        float(state.strength[0][state.strength[0] > 0].double().mean()), abs=1e-9
+    )
+    for slot in row["provenance"]:
+        assert int(ids[0, slot["position"]]) == slot["token"]
+
+
+@torch.no_grad()
+def test_healthy_rows_raise_no_alert_and_each_fault_its_own(host, ids):
+    memory, states = host.memories[1], memory_of(host(ids).past_key_values)[1]
+    for row in range(len(ids)):
+        assert memory_alerts(states.rows(torch.tensor([row])), memory) == []
+    one = states.rows(torch.tensor([0]))
+    first = torch.zeros_like(one.history_mass)
+    first[..., 0] = 9.0
+    read = one.history.clone()
+    read[..., :4] = torch.tensor([12.0, 3.0, 0.0, 12.0], dtype=torch.float64)
+    silent = one.history.clone()
+    silent[..., 5], silent[..., 10] = 0, 0.9
+    unread = one.history_mass.clone()
+    unread[..., 3:] = 0
+    busy = one.history.clone()
+    busy[..., 1] = 0.3 * busy[..., 0]
+    faults = {
+        "not finite": replace(one, values=one.values * torch.nan),
+        "redundant": replace(one, keys=one.keys[:, :1].expand_as(one.keys)),
+        "read collapse": replace(one, history_mass=first, history=read),
+        "dead slots": replace(one, history_mass=unread, history=busy),
+        "nothing written": replace(one, history=silent),
+    }
+    for kind, state in faults.items():
+        assert kind in memory_alerts(state, memory), kind

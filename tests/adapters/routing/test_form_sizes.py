@@ -1,0 +1,384 @@
+"""What is told of the sizes of updates of every form, against the same numbers computed in NumPy, in fp64."""
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import probemon.adapters.bem.host_hooks
+from bem_oracle import FORMS, VOCAB, make_host, randomise
+from conftest import n_hooks
+from probemon.adapters.bem import attach_bem
+from probemon.adapters.bem.measures import Measures, names_of
+from probemon.adapters.routing import RoutingMonitor
+from probemon.adapters.routing.form_recorder import FormLimits, FormRecorder
+from probemon.errors import ConfigError
+
+LENGTH = 9
+
+
+def some_ids(rows=1, length=LENGTH, seed=0):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def host():
+    return make_host().double()
+
+
+def numbers(tensor):
+    return tensor.detach().double().numpy()
+
+
+def update_by_hand(form, config, x, code, base):
+    """The update `[out]` of one token, without any limit, by the formulas of the forms."""
+    if config.form == "film":
+        W, bias = numbers(form.W), numbers(form.bias)
+        gamma, beta = np.split(config.bound * np.tanh(W @ code + bias), 2)
+        return gamma * base + beta
+    if config.form == "kronecker":
+        products = [c * np.kron(numbers(a), numbers(b)) for c, a, b in zip(code, form.A, form.B, strict=True)]
+        return config.scale * sum(products) @ x
+    U, V = numbers(form.U), numbers(form.V)
+    if config.form == "head_groups":
+        parts = x.reshape(config.groups, -1)
+        gate = 2 / (1 + np.exp(-code))
+        return config.scale * sum(gate[g] * U[g] @ (V[g].T @ parts[g]) for g in range(config.groups))
+    mask = np.zeros(len(code))
+    mask[np.argsort(-code, kind="stable")[: config.active]] = 1
+    return config.scale * U @ (mask * (V.T @ x))
+
+
+def largest_by_hand(form, config, x, code, base):
+    """The largest singular value of one token's update, of a form that is a matrix, a column at a time."""
+    columns = [update_by_hand(form, config, one, code, base) for one in np.eye(len(x))]
+    return np.linalg.norm(np.stack(columns, axis=1), 2)
+
+
+def by_hand(bem, ids, multiplier=1.0):
+    """Of one forward of rows without padding: by site and name the sizes of every token, from what modules were given
+    and gave, by hooks of our own that are put on it.
+    """
+    config, seen = bem.config, {}
+    layers = bem.host.model.layers
+    handles = [bem.controller.register_forward_hook(lambda m, args, out: seen.update(codes=out))]
+    for site in bem.sites:
+        put = site.module.register_forward_pre_hook
+        handles.append(
+            put(lambda m, args, key=site.key: seen.update({key: numbers(args[0]).reshape(-1, m.in_features)}))
+        )
+    for n, layer in enumerate(layers):
+        handles.append(
+            layer.register_forward_hook(
+                lambda m, args, out, n=n: seen.update({n: numbers(out[0] if isinstance(out, tuple) else out)})
+            )
+        )
+    with torch.no_grad():
+        bem.host(ids)
+    for handle in handles:
+        handle.remove()
+    found = {}
+    for site in bem.sites:
+        codes = seen["codes"].of("chunk") if site.chunked else seen["codes"].adaptive()
+        form, hidden = bem.updates[site.key], seen[site.layer].reshape(ids.numel(), -1)
+        sizes = found[site.name] = {"ratio": [], "moved": [], "energy": []}
+        for x, code, h in zip(seen[site.key], numbers(codes.flatten(0, 1)), hidden, strict=True):
+            base = numbers(site.module.weight) @ x + (0 if site.module.bias is None else numbers(site.module.bias))
+            delta = update_by_hand(form, config, x, code, base)
+            if config.spectral_cap is not None:
+                delta *= min(1, config.spectral_cap / largest_by_hand(form, config, x, code, base))
+            sizes["ratio"].append(np.linalg.norm(delta) / np.linalg.norm(base))
+            if not site.chunked:
+                delta = multiplier * delta
+                sizes["moved"].append(np.linalg.norm(delta) / np.linalg.norm(h - delta))
+            if config.form == "head_groups":
+                sizes["energy"].append([math.log(np.mean(part**2)) for part in np.split(x, config.groups)])
+    return found
+
+
+def check(said, expected, tolerance=1e-5):
+    for name in ("ratio", "moved"):
+        if not expected[name]:
+            assert said[name] is None and said[f"{name}_p95"] is None
+            continue
+        assert said[name] == pytest.approx(np.mean(expected[name]), rel=tolerance)
+        assert said[f"{name}_p95"] == pytest.approx(np.quantile(expected[name], 0.95), rel=tolerance)
+        assert np.mean(expected[name]) > 1e-3  # not the same because nothing is there
+    if expected["energy"]:
+        np.testing.assert_allclose(said["energy"], np.mean(expected["energy"], axis=0), rtol=tolerance)
+        assert said["n_silent"] == [0] * len(said["energy"])
+    else:
+        assert "energy" not in said
+    assert said["n_sizes_not_finite"] == 0
+
+
+def steered(host, config, size=0.5):
+    bem = attach_bem(host, config).double()
+    with torch.no_grad():
+        return randomise(bem, size=size)
+
+
+@pytest.mark.parametrize("name", ["head_groups", "rank_mask", "kronecker", "film"])
+def test_sizes_of_each_form(host, name):
+    ids = some_ids(2)
+    with steered(host, replace(FORMS[name], spectral_cap=None, trust_region=None)) as bem:
+        with RoutingMonitor(host, bem=bem) as monitor, torch.no_grad():
+            recorder = FormRecorder(bem, monitor)
+            host(ids)
+        report = recorder.report()
+        for site, expected in by_hand(bem, ids).items():
+            assert report[site]["n_tokens"] == ids.numel()
+            check(report[site], expected)
+
+
+@pytest.mark.parametrize("name", ["head_groups", "rank_mask"])
+def test_limits_that_bind_are_seen(host, name):
+    ids, reports = some_ids(2), {}
+    for cap in (None, 0.05):
+        with steered(host, replace(FORMS[name], spectral_cap=cap, trust_region=None)) as bem:
+            with RoutingMonitor(host, bem=bem) as monitor, torch.no_grad():
+                recorder = FormRecorder(bem, monitor)
+                host(ids)
+            reports[cap] = recorder.report()
+            for site, expected in by_hand(bem, ids).items():
+                check(reports[cap][site], expected)
+    first = bem.sites[0].name
+    assert reports[0.05][first]["ratio"] < 0.5 * reports[None][first]["ratio"]
+
+
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MAMBA = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+
+
+@pytest.mark.parametrize(
+    "shape, more, unknown",
+    [
+        ("llama", {}, ""),
+        ("qwen3", {"head_dim": 8}, ""),
+        ("gemma", {"head_dim": 8}, ""),
+        ("olmo", {}, ""),
+        ("glm", {"head_dim": 8}, ""),
+        ("granite", {"residual_multiplier": 0.25}, ""),  # which adds a part of an output
+        ("gemma2", {"head_dim": 8}, "o down"),  # these normalise an output first
+        ("olmo2", {}, "o down"),
+        ("glm4", {"head_dim": 8}, "o down"),
+        ("hyperclovax", {}, "o down"),
+        ("minicpm3", {"scale_depth": 0.9, **LATENT}, "o down"),  # a part that goes by the number of layers
+        ("falcon_h1", {"head_dim": 8, "mlp_multipliers": [0.9, 0.3], **MAMBA}, "down"),
+    ],
+)
+def test_hidden_states_of_hosts_that_add_otherwise(shape, more, unknown):
+    """Where a host makes something else of an output before it adds it, how far it moves is not known."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        shape, vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **more,
+    )  # fmt: skip
+    host, ids = AutoModelForCausalLM.from_config(config).eval().double(), some_ids(2)
+    with steered(host, replace(FORMS["film"], spectral_cap=None)) as bem:
+        with RoutingMonitor(host, bem=bem) as monitor, torch.no_grad():
+            recorder = FormRecorder(bem, monitor)
+            host(ids)
+        for site, expected in by_hand(bem, ids, more.get("residual_multiplier", 1.0)).items():
+            if site.split(".")[0] in unknown.split():
+                expected["moved"] = []
+            check(recorder.report()[site], expected)
+
+
+def test_attention_of_a_host_that_goes_on_from_what_it_normalised_is_not_known():
+    config = AutoConfig.for_model(
+        "minimax", vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=4,
+    )  # fmt: skip
+    with attach_bem(AutoModelForCausalLM.from_config(config).eval(), FORMS["film"]) as bem, ExitStack() as stack:
+        bem.measure(stack)
+        assert bem.measured.multipliers == {"down_0": 1.0, "down_1": 1.0}
+
+
+class ScaledLayer(LlamaDecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, *args, **more):
+        return self.scale * super().forward(*args, **more)
+
+
+class ScaledHost(LlamaForCausalLM):
+    """Layers with a learned scale, which begins as 1."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers = torch.nn.ModuleList(ScaledLayer(config, i) for i in range(config.num_hidden_layers))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_a_scale_that_is_learned_is_not_taken_for_what_it_begins_as(scale):
+    host = ScaledHost(make_host().config).eval()
+    with torch.no_grad():
+        for layer in host.model.layers:
+            layer.scale.fill_(scale)
+    with steered(host.double(), FORMS["film"]) as bem, RoutingMonitor(host, bem=bem) as monitor, torch.no_grad():
+        recorder = FormRecorder(bem, monitor)
+        host(some_ids(2))
+        assert {said["moved"] for said in recorder.report().values()} == {None}
+
+
+def test_blocks_of_experts_are_measured_too():
+    host, ids = make_host("mixtral"), some_ids(2)
+    with steered(host, FORMS["film"]) as bem:
+        with RoutingMonitor(host, bem=bem) as monitor, torch.no_grad():
+            recorder = FormRecorder(bem, monitor)
+            host(ids)
+        report = recorder.report()
+    assert all(0 < report[name][size] < 1 for name in ("o.1", "down.1") for size in ("ratio", "moved"))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_fresh_adapter_says_0_and_outputs_are_the_same_bit_for_bit(name):
+    host, ids, asked = make_host(), some_ids(2), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    asked |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+    for size in (None, 0.5):
+        with attach_bem(host, FORMS[name]) as bem, torch.no_grad():
+            if size:
+                randomise(bem, size=size)
+            plain = host.generate(ids, **asked)
+            with RoutingMonitor(host, bem=bem) as monitor:
+                recorder = FormRecorder(bem, monitor)
+                watched = host.generate(ids, **asked)
+        assert torch.equal(watched.sequences, plain.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(watched.logits, plain.logits, strict=True))
+        for said in recorder.report().values():
+            assert (said["ratio"] == said["ratio_p95"] == 0) == (size is None)
+            assert said["moved"] in (0, None) if size is None else said["moved"] != 0
+        assert size or recorder.alerts() == []
+
+
+@pytest.mark.parametrize("how", ["padded", "ended early", "beams", "drafts"])
+def test_padding_and_tokens_that_are_not_of_the_output_are_left_out(host, how):
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids, mask = some_ids(2), None
+    if how == "drafts":
+        ids, options["prompt_lookup_num_tokens"] = some_ids(1, 4).repeat(1, 3), 3
+    if how == "padded":
+        ids[0, :5] = 0
+        mask = (ids != 0).long()
+    if how == "beams":
+        options["num_beams"] = 3
+    with steered(host, FORMS["head_groups"]) as bem, torch.no_grad():
+        if how == "ended early":
+            first = host.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            options["eos_token_id"] = int(first[0, LENGTH + 2])
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor)
+            out = host.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, **options)
+        n_tokens, expected = 0, {site.name: {"ratio": [], "moved": [], "energy": []} for site in bem.sites}
+        for number, row in enumerate(out):
+            begin = 5 if how == "padded" and number == 0 else 0
+            tokens, n_read = row[begin:], len(row) - begin - 1  # the last token is never read
+            if how == "ended early" and options["eos_token_id"] in tokens[LENGTH:].tolist():
+                n_read = min(n_read, LENGTH + 1 + tokens[LENGTH:].tolist().index(options["eos_token_id"]))
+            n_tokens += n_read
+            for site, sizes in by_hand(bem, tokens[None, :n_read]).items():
+                for name, values in sizes.items():
+                    expected[site][name] += values
+    for site, said in recorder.report().items():
+        assert said["n_tokens"] == n_tokens
+        check(said, expected[site])
+
+
+def test_nothing_is_measured_unless_a_recorder_asks(host, monkeypatch):
+    made = []
+    real = probemon.adapters.bem.host_hooks.Measures
+    monkeypatch.setattr(probemon.adapters.bem.host_hooks, "Measures", lambda bem: made.append(bem) or real(bem))
+    ids = some_ids(2)
+    with steered(host, FORMS["film"]) as bem, torch.no_grad():
+        before = n_hooks(host)
+        host(ids)
+        with RoutingMonitor(host, bem=bem):
+            without = n_hooks(host)
+            host(ids)
+        assert made == []
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor)
+            assert n_hooks(host) == without + 2  # one for each layer
+            host(ids)
+            bem.detach()
+            bem.attach()  # and it goes on
+            host(ids)
+            with RoutingMonitor(host, bem=bem) as other:  # beside another that asks for nothing
+                host(ids)
+        assert len(made) == 3 and n_hooks(host) == before and not bem.measured._forward_hooks
+        assert other.report()["n_tokens"] == ids.numel() and not bem.measured.n_asking
+        host(ids)
+        assert len(made) == 3
+    assert {said["n_tokens"] for said in recorder.report().values()} == {3 * ids.numel()}
+
+
+def test_gradients_are_the_same_when_updates_are_measured():
+    host, ids, found = make_host(), some_ids(2), []
+    host.train()
+    for checkpointed in (False, True):
+        if checkpointed:
+            enable = getattr(host, "activation_checkpointing_enable", host.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
+        for asked in (False, True):
+            with attach_bem(host, FORMS["kronecker"]) as bem:
+                with torch.no_grad():
+                    randomise(bem, size=0.5)
+                with RoutingMonitor(host, bem=bem) as monitor:
+                    recorder = FormRecorder(bem, monitor) if asked else None
+                    host(ids, use_cache=False).logits.square().mean().backward()
+                found.append([parameter.grad.clone() for parameter in bem.parameters() if parameter.grad is not None])
+                assert len(found[-1]) > 10
+                if recorder is not None:
+                    assert recorder.report()["down.1"]["ratio"] > 0
+        assert all(torch.equal(a, b) for a, b in zip(*found[-2:], strict=True))
+
+
+def test_alerts_of_sizes_have_limits():
+    host, ids = make_host(), some_ids(1)
+    with steered(host, FORMS["rank_mask"], size=0.5) as bem, torch.no_grad():
+        with RoutingMonitor(host, bem=bem) as monitor:
+            low = FormRecorder(bem, monitor, limits=FormLimits(dead=None, ratio=1e-6, moved=1e-6))
+            none = FormRecorder(bem, monitor, limits=FormLimits(dead=None, ratio=None, moved=None))
+            host(ids)
+        said = low.report()["o.0"]
+        assert none.alerts() == []
+        assert f"rank_mask o.0: at one token in twenty the update is {said['ratio_p95']:.2g} times" in low.alerts()[0]
+        assert f"moves the hidden state by {said['moved_p95']:.0%} of it" in low.alerts()[1]
+        bem.updates["o_0"].U[0, 0] = math.nan
+        with RoutingMonitor(host, bem=bem) as monitor:
+            recorder = FormRecorder(bem, monitor, limits=FormLimits(dead=None, ratio=None, moved=None))
+            host(ids)
+        n = recorder.report()["o.0"]["n_sizes_not_finite"]
+        assert n > 0 and f"rank_mask o.0: sizes of updates of {n} tokens were not finite" in recorder.alerts()
+    with attach_bem(host, FORMS["film"]) as bem, pytest.raises(ConfigError, match="limits is 3: give FormLimits"):
+        FormRecorder(bem, RoutingMonitor(host, bem=bem), limits=3)
+    with pytest.raises(ConfigError, match=r"ratio is .*give 0 or more, or None"):
+        FormLimits(ratio="large")
+
+
+@pytest.mark.parametrize("name", ["head_groups", "kronecker"])
+def test_measuring_waits_for_no_device(host, name):
+    """A tensor on meta has no values: what asks for one, as a wait for a GPU does, raises."""
+
+    def nothing(n):
+        return torch.empty(6, n, device="meta")
+
+    with attach_bem(host, FORMS[name]) as bem, ExitStack() as stack:
+        bem.measure(stack)
+        measures = Measures(bem)
+        for site in bem.sites:
+            measures.take(site, nothing(site.n_in), nothing(site.n_out), nothing(site.n_out))
+        for layer in range(2):
+            measures.take_layer(layer, nothing(16).view(2, 3, 16))
+        assert not measures.awaited
+        applied = {site.key: nothing(bem.updates[site.key].n_codes + 1) for site in bem.sites}
+        assert measures.all(applied, 6, torch.device("meta")).shape == (6, len(names_of(bem)))

@@ -1,0 +1,143 @@
+"""Files of somebody else that are cut short, are not there, or say a thing twice: each is told as what it is."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from probemon.cli.packs import read_object
+from probemon.errors import ConfigError, ImportRefused
+from probemon.lab.importers.foreign_files import parse_json, read_json, read_safetensors
+from probemon.lab.importers.hatcat import import_pack
+from probemon.lab.importers.weights import Folder, load_bank, load_state_dict
+from probemon.util.strict_json import loads
+
+TWICE = '{"parent_to_children": {"A:0": ["B:1"], "A:0": ["C:1"]}}'
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9, 0.999])
+def test_a_download_that_was_cut_short_is_not_told_as_an_attack(tmp_path, share):
+    torch.save({"linear.weight": torch.ones(1, 200), "linear.bias": torch.ones(1)}, tmp_path / "x.pt")
+    whole = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(whole[: int(len(whole) * share)])
+    for read in (load_state_dict, load_bank):
+        with pytest.raises(
+            ImportRefused, match=r"x\.pt is cut short or damaged: a zip without its end: fetch it again"
+        ):
+            read(tmp_path / "x.pt")
+
+
+OTHERS = {
+    "probes.npz": (lambda path: np.savez(path, a=np.ones(3)), r"is arrays of NumPy \(\.npz\).*numpy\.load"),
+    "probes.npy": (lambda path: np.save(path, np.ones(3)), r"is an array of NumPy \(\.npy\).*numpy\.load"),
+    "probes.pt": (lambda path: torch.save({"a": torch.ones(3)}, path), r"is a file of torch\.save.*torch\.load"),
+    "probes.gguf": (
+        lambda path: path.write_bytes(b"GGUF\x03\0\0\0" + bytes(64)),
+        "is tensors of llama.cpp.*GGUFReader",
+    ),
+    "probes.h5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)), "is HDF5"),
+    "model.safetensors.index.json": (lambda path: path.write_text('{"weight_map": {}}'), "index of weights in several"),
+    "probes.bin": (lambda path: path.write_bytes(b"some other format" * 9), "give a file that safetensors"),
+}
+
+
+@pytest.mark.parametrize("named", [None, "as.safetensors"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path, name, named):
+    write, said = OTHERS[name]
+    write(tmp_path / name)
+    if named and not name.endswith(".json"):
+        (tmp_path / name).rename(tmp_path / (name := named))
+    with pytest.raises(ImportRefused, match=said):
+        read_safetensors(tmp_path / name)
+    if name.endswith(".safetensors"):
+        with pytest.raises(ImportRefused, match="header too large" if said.startswith("give") else said):
+            load_state_dict(tmp_path / name)
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path):
+    (tmp_path / "x.pt").touch()
+    with pytest.raises(ImportRefused, match=r"x\.pt is empty: fetch it again"):
+        load_state_dict(tmp_path / "x.pt")
+
+
+def test_a_path_that_leads_nowhere_is_told_as_one(tmp_path):
+    (tmp_path / "file").write_text("{}")
+    for read in (load_state_dict, read_json):
+        for name in ("typo.pt", "file/x.pt"):
+            with pytest.raises(ImportRefused, match=f"{name} is not there: check the path$"):
+                read(tmp_path / name)
+        with pytest.raises(ImportRefused, match=r"is no file, but a folder: check the path$"):
+            read(tmp_path)
+
+
+def test_a_key_that_stands_twice_is_refused_with_file_and_key(tmp_path):
+    words = "'A:0' stands twice in one object, and only the last would be read: put the two together"
+    path = tmp_path / "hierarchy.json"
+    path.write_text(TWICE)
+    for read in (lambda: Folder(tmp_path).json("hierarchy.json"), lambda: read_json(path)):
+        with pytest.raises(ImportRefused, match=rf"hierarchy\.json: {words}"):
+            read()
+    with pytest.raises(ImportRefused, match=f"^the mapping: {words}"):
+        parse_json(TWICE, "the mapping")
+    with pytest.raises(ConfigError, match=rf"hierarchy\.json: {words}"):
+        read_object(path)
+
+
+def test_every_json_of_a_pack_is_read_so(tmp_path):
+    (tmp_path / "theirs/layer0").mkdir(parents=True)
+    torch.save({"linear.weight": torch.ones(1, 8), "linear.bias": torch.ones(1)}, tmp_path / "theirs/layer0/A.pt")
+    for name in (
+        "hierarchy.json",
+        "layer0.json",
+        "bank_index.json",
+        "calibration.json",
+        "pack_info.json",
+        "lens_pack.json",
+        "pack.json",
+    ):
+        (tmp_path / "theirs" / name).write_text('{"concepts": [], "x": {"a": 1, "b": 2, "a": 1}}')
+        with pytest.raises(ImportRefused, match=f"{name}: 'a' stands twice"):
+            import_pack(tmp_path / "theirs", tmp_path / "ours", site="resid_post.1", normalize="none")
+        (tmp_path / "theirs" / name).unlink()
+
+
+def test_probes_that_a_file_names_twice_are_not_lost(tmp_path):
+    from probemon.lab.importers.generic import import_safetensors
+    from probemon.lab.importers.probekit import import_file
+
+    one = json.dumps({"weights": [1.0, 2.0], "bias": 0.5})
+    (tmp_path / "probes.json").write_text(f'{{"a": {one}, "a": {one}}}')
+    with pytest.raises(ImportRefused, match=r"probes\.json: 'a' stands twice"):
+        import_file(tmp_path / "probes.json", tmp_path / "ours", site="resid_post.1", normalize="none")
+    save_file({"w": torch.ones(4)}, tmp_path / "w.safetensors")
+    (tmp_path / "mapping.json").write_text(
+        '{"site": "resid_post.1", "normalize": "none", "probes": {"a": {"weight": "w"}, "a": {"weight": "w"}}}'
+    )
+    with pytest.raises(ImportRefused, match=r"mapping\.json: 'a' stands twice"):
+        import_safetensors(tmp_path / "w.safetensors", tmp_path / "ours", mapping=tmp_path / "mapping.json")
+
+
+def test_a_key_may_stand_in_many_objects_and_values_are_as_json_has_them():
+    text = '{"a": {"a": [{"a": NaN}, {"a": 1e400}, {}]}, "b": "\\u00e9\\ud83d\\ude00"}'
+    found = loads(text)
+    assert (
+        found["a"]["a"][1:] == [{"a": float("inf")}, {}]
+        and found["b"] == "é😀"
+        and found["a"]["a"][0]["a"] != found["a"]["a"][0]["a"]
+    )
+    assert loads(text, constant=lambda _: None)["a"]["a"][0] == {"a": None}
+    with pytest.raises(ValueError, match="surrogates"):
+        loads('{"\\ud800": 1}')
+
+
+def test_what_is_no_number_of_json_is_no_missing_value(tmp_path):
+    """An infinite normalisation read as none would change every score."""
+    from probemon.lab.importers.probekit import import_file
+
+    (tmp_path / "p.json").write_text('{"a": {"weights": [1.0, 2.0], "bias": 0.0, "normalization": Infinity}}')
+    with pytest.raises(ImportRefused, match="Infinity is no number of JSON: put a number there, or null"):
+        import_file(tmp_path / "p.json", tmp_path / "pack", site="resid_post.0", normalize="none")
+    assert not (tmp_path / "pack").exists()

@@ -1,0 +1,153 @@
+"""The commands train and states, as a shell runs them: on a folder of a model, killed and run again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from training.test_train import rows
+
+from conftest import make_model
+from corpora import make_tokenizer, random_texts
+from probemon import cli
+from probemon.lab.training.state_store import STATE
+from probemon.packs.pack import ProbePack
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    home = tmp_path_factory.mktemp("host")
+    make_model(hidden=32).save_pretrained(home / "host")
+    make_tokenizer().save_pretrained(home / "host")
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(30)))
+    return home
+
+
+def command(folder, *arguments):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    line = [sys.executable, "-m", "probemon", *map(str, arguments)]
+    return {"args": line, "cwd": folder, "env": environment, "text": True}
+
+
+def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder):
+    given = ("train", "host", "rows.jsonl", "--out", "letters", "--no-background", "--layers", "0,1")
+    done = subprocess.run(**command(folder, *given), capture_output=True, check=True)
+    pack = ProbePack.open(folder / "letters", verify=True)
+    assert pack.manifest["host"]["model_id"] == "host" and pack.n_probes == 2
+    assert "letters: letters, 2 probes; report in letters.html" in done.stdout
+    assert "A false-positive rate of 0.01 by text cannot be claimed for zed, queue" in done.stdout
+    heads = ("AUROC", "95 %", "TPR at 1 %", "0.1 %", "words", "embedding", "mean state", "length", "position", "masked")
+    (shown,) = [line for line in done.stdout.splitlines() if line.startswith("concept")]
+    assert shown.split() == " ".join(("concept", *heads, "shuffled", "random", "false", "alarms")).split()
+    page = (folder / "letters.html").read_text()
+    assert "<svg" in page and "The worst mistakes" in page and "<script" not in page
+    again = subprocess.run(**command(folder, *given, "--json", "--overwrite"), capture_output=True, check=True)
+    said = json.loads(again.stdout)
+    assert said["concepts"] == pack.manifest["quality"]["concepts"]
+    assert sorted(path.name for path in folder.iterdir()) == ["cache", "host", "letters", "letters.html", "rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "host", "row.jsonl", "--out", "x"), "did you mean rows.jsonl?"),
+        (("train", "host", "rows.jsonl", "--out", "x", "--layers", "9"), "the model's are 0 to 2"),
+        (("train", "host", "rows.jsonl", "--out", "x", "--aggregate", "emo:0.3"), "did you mean"),
+        (("train", "host", "rows.jsonl", "--out", "host"), "exists"),
+        (("states", "host", "rows.jsonl", "--out", "x", "--sites", "layer 3"), "is not supported"),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2", "--budget", "nan"),
+            "--budget is nan",
+        ),
+        (("train", "host", "rows.jsonl", "--out", "x", "--budget", "inf"), "--budget is inf"),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2", "--budget", "1e-10"),
+            "--budget is 1e-10: give a number of GB, one byte (1e-09) or more",
+        ),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2", "--budget", "1e-9"),
+            "the budget is 1 byte (1e-09 GB), and the states of one token take 128 bytes (1.28e-07 GB): give that or",
+        ),
+        (
+            ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2,resid_post.2"),
+            "the site 'resid_post.2' is named twice: name it once",
+        ),
+        (("train", "host", "rows.jsonl", "--out", "x", "--layers", "1,resid_post.1"), "'resid_post.1' is named twice"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_2(folder, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(sys, "argv", ["probemon", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and len(error.splitlines()) == 1 and said in error
+    assert not (folder / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--out /proc/none/x", "/proc/none/x cannot be written: nothing can be written in /proc ("),
+        ("--out loop/x", "loop is a link that leads nowhere"),
+        ("--out x --report /proc/none/x.html", "the report /proc/none/x.html cannot be made: nothing can be written"),
+        ("--out x --report loop/x.html", "loop is a link that leads nowhere"),
+        ("--out x --report x", "the report x and the pack x lie in one another"),
+        ("--out x --report x/x.html", "the report x/x.html and the pack x lie in one another"),
+        ("--out x --report ./beside/../x", "lie in one another"),
+        ("--out new/x --report new", "the report new and the pack new/x lie in one another"),
+        ("--out x --report host", "the report host is there and is no file"),
+        ("--out x --report /dev/null", "the report /dev/null is there and is no file"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_a_model_is_loaded(folder, monkeypatch, capsys, more, said):
+    monkeypatch.chdir(folder)
+    if not os.path.lexists("loop"):
+        os.symlink("loop", "loop")
+    monkeypatch.setattr("probemon.lab.cli.train.load_aloud", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(sys, "argv", ["probemon", "train", "host", "rows.jsonl", *more.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    os.unlink("loop")
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and len(error.splitlines()) == 1 and said in error
+
+
+def test_states_that_were_killed_are_gone_on_with_to_the_same_bytes(folder):
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in random_texts(6000, longest=60)))
+    given = ("states", "host", texts, "--sites", "resid_post.2", "--json", "--out")
+    running = subprocess.Popen(
+        **command(folder, *given, "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while running.poll() is None and _texts_done(folder / "killed") < 1000:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    before = _texts_done(folder / "killed")
+    assert 0 < before < 6000
+    for name in ("killed", "whole"):
+        done = subprocess.run(**command(folder, *given, name), capture_output=True, check=True)
+        assert json.loads(done.stdout)["texts"] == 6000
+    less = subprocess.run(
+        **command(
+            folder, "states", "host", "rows.jsonl", "--sites", "resid_post.2", "--budget", "0.0001", "--out", "less"
+        ),
+        capture_output=True,
+        check=True,
+    )
+    assert re.search(r"the budget had no room for \d+ tokens more", less.stdout)
+    for path in sorted((folder / "whole").iterdir()):
+        assert path.read_bytes() == (folder / "killed" / path.name).read_bytes(), path.name
+
+
+def _texts_done(folder):
+    try:
+        return json.loads((folder / STATE).read_text())["texts"]
+    except (OSError, ValueError):
+        return 0

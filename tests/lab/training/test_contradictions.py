@@ -1,0 +1,73 @@
+"""A text that is given twice and unlike is told, with its rows and its concept, and stops nothing."""
+
+import random
+
+import pytest
+from training.test_train import rows, text
+
+from corpora import make_tokenizer
+from probemon.lab.training import train
+from probemon.lab.training.card import warnings
+from probemon.lab.training.contradictions import Contradiction, contradictions
+from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.examples import read_examples
+from probemon.lab.training.state_store import TextReader
+
+
+def told(model, more, **how):
+    reader = TextReader(model, make_tokenizer(), ["resid_post.1"])
+    return list(contradictions(Dataset.of_examples(read_examples([*rows(), *more], **how), reader)))
+
+
+N = len(rows())  # what is given after them is named from here on
+
+
+@pytest.mark.parametrize("copy", ["azbz czdz", "azbz  czdz", " azbz czdz "])
+def test_rows_that_say_unlike_things_of_one_text_are_named(model, copy):
+    """Other spaces are other tokens, of the same text."""
+    again = "azbz czdz"
+    found = told(model, [{"text": copy, "labels": ["zed"]}, {"text": again, "not": ["zed", "queue"]}])
+    assert found == [Contradiction("zed", f"example {N}", f"example {N + 1}")]
+
+
+def test_what_is_unknown_or_said_twice_alike_contradicts_nothing(model):
+    twice = [{"text": "azbzczdz", "labels": ["zed"]}, {"text": "azbzczdz", "labels": ["zed"], "not": ["queue"]}]
+    pair = {"positive": "azbzczdq", "negative": "azbzczde", "concept": "queue"}
+    assert told(model, [*twice, pair]) == []
+
+
+def test_a_row_for_each_span_says_the_others_are_absent(model):
+    """Of tables with one span a row: each says that the rest of its text is without the concept."""
+    given = [{"text": "zzaabbzz", "spans": [{"start": start, "end": start + 2, "concept": "zed"}]} for start in (0, 6)]
+    assert told(model, given) == [Contradiction("zed", f"example {N}", f"example {N + 1}")]
+    assert told(model, [{**row, "rest": "unknown"} for row in given]) == []
+
+
+def test_a_label_a_row_where_labels_are_exclusive_is_told(model):
+    """Of tables with one label a row: with `exclusive` each row denies the others."""
+    both = [{"text": "azbqczdq", "labels": [id]} for id in ("zed", "queue")]
+    assert told(model, both) == []
+    names = {one.concept: (one.there, one.absent) for one in told(model, both, exclusive=True)}
+    assert names == {
+        "zed": (f"example {N}", f"example {N + 1}"),
+        "queue": (f"example {N + 1}", f"example {N}"),
+    }
+
+
+def test_the_card_names_them_and_counts_the_rest(model, tmp_path):
+    rng = random.Random(5)
+    copies = [text(rng, "z") for _ in range(3)]
+    given = [row for copy in copies for row in ({"text": copy, "labels": ["zed"]}, {"text": copy, "not": ["zed"]})]
+    found = train(
+        model, [*rows(), *given], tmp_path / "p", tokenizer=make_tokenizer(), background=False, layers=(1,),
+        states=tmp_path / "s",
+    )  # fmt: skip
+    one = {"texts": 3, "there": f"example {N}", "absent": f"example {N + 1}"}
+    assert found.quality["contradictions"] == {"zed": one}
+    (said,) = [line for line in warnings(found.quality) if "both are learnt" in line]
+    assert said.startswith(
+        f"3 texts are given with `zed` and without it (example {N} and example {N + 1} say the same)"
+    )
+    assert said in found.pack.card_text()
+    many = {**found.quality, "contradictions": {id: one for id in "abcde"}}
+    assert any(line == "So are texts of `d`, `e`." for line in warnings(many))

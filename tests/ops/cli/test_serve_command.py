@@ -1,0 +1,149 @@
+"""The command serve: what it refuses before a model is loaded, and the demo served to the official client."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from probemon import DynamicProbeManager, ProbePack
+from probemon.bundled import load_bundled
+from probemon.cli import app as cli
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.stream import encode
+from probemon.monitor.summary import summarise
+from probemon.ops.cli import serve as command
+
+MESSAGES = [{"role": "user", "content": "Tell me about whales."}]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--host", "0.0.0.0"], "--allow-remote"),
+        (["--host", "0.0.0.0", "--allow-remote", "--no-token"], "--no-token"),
+        (["--host", "192.0.2.1", "--no-token"], "--no-token"),
+        (["--host", "example.org"], "give an address"),
+        (["--allow-host", "http://a"], "without scheme"),
+        (["--port", "70000"], "port"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--queue", "0"], "queue"),
+        (["--at-once", "0"], "at_once"),
+        (["--threads", "-1"], "--threads"),
+        (["--alert-set", "none"], "none"),
+        (["--deployment", "examples/watch.yaml", "--alert-set", "none"], "--alert-set is for the deployment file"),
+        (["--deployment", "pyproject.toml"], "pyproject.toml"),
+    ],
+)
+def test_arguments_are_checked_before_a_model_is_loaded(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(command, "load_aloud", None)
+    monkeypatch.setattr(sys, "argv", ["probemon", "serve", "demo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and words in error and error.count("\n") == 1
+
+
+def test_port_that_is_taken_is_said_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(command, "load_aloud", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr(sys, "argv", ["probemon", "serve", "demo", "--port", port])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == 2 and f"port {port}" in capsys.readouterr().err
+
+
+def written(path, rules):
+    """A deployment of the demo's pack with these rules."""
+    pack = Path("probes/wordnet-smollm2-135m").resolve()
+    sha256 = hashlib.sha256((pack / "manifest.json").read_bytes()).hexdigest()
+    packs = [{"pack": str(pack), "manifest_sha256": sha256}]
+    path.write_text(json.dumps({"deployment": 1, "packs": packs, "rules": rules}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """`probemon serve demo` in a process of its own: its address, its token, the process, its deployment file."""
+    path = written(tmp_path_factory.mktemp("served") / "watch.json", [])
+    arguments = ["--deployment", str(path), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "probemon.cli", "serve", "demo", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        line = process.stdout.readline()
+        said = re.fullmatch(r"probemon serving at (http://127\.0\.0\.1:\d+/)#token=([\w-]{43})\n", line)
+        assert said, (line, process.poll())
+        yield said[1], said[2], process, path
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_demo_answers_the_official_client_with_the_concepts_that_a_watched_run_has(demo):
+    model, tokenizer = load_bundled(torch.bfloat16)
+    inputs = encode(tokenizer, MESSAGES)
+    torch.set_num_threads(1)
+    with DynamicProbeManager(ProbePack.open("probes/wordnet-smollm2-135m")).attach(model, tokenizer) as run:
+        out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    result, n_before = run.result(out), inputs["input_ids"].shape[1]
+    address, token, *_ = demo
+    with openai.OpenAI(base_url=f"{address}v1", api_key=token, max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=8, temperature=0, extra_body={"probemon": {"top_k": 5}}
+        )
+    message = answer.choices[0].message
+    assert message.content == tokenizer.decode(out[0, n_before:], skip_special_tokens=True)
+    tokens = message.model_extra["probemon"]["tokens"]
+    assert len(tokens) == 8
+    for told in tokens[:-1]:
+        i = result.at(0, told["position"])
+        assert told["fired"] == result.scores.fired(i).tolist()
+        scores = map(str, result.scores.active_scores(i))
+        expected = dict(zip(result.scores.active(i).tolist(), map(float, scores), strict=True))
+        assert {p: score for p, score, _ in told["top"]}.items() <= expected.items()
+    leading = message.model_extra["probemon"]["summary"]["leading"]
+    assert leading and all(concept["strength"] > 0 and 0 < concept["precision"] <= 1 for concept in leading)
+    expected = summarise(result).answer.concepts[:10]
+    assert [(concept["concept"], concept["threshold"]) for concept in leading] == [
+        (concept.concept, pytest.approx(concept.threshold, rel=1e-6)) for concept in expected
+    ]
+
+
+def test_a_signal_has_the_file_read_again_and_a_bad_one_is_refused(demo):
+    address, token, process, path = demo
+    rule = {"concepts": ["whale"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    written(path, [{**rule, "concepts": ["no such concept"]}])
+    process.send_signal(signal.SIGHUP)
+    said = process.stdout.readline()
+    assert "not reloaded, what held before goes on: watch.json, line 1: rules[0]" in said
+    written(path, [rule])
+    process.send_signal(signal.SIGHUP)
+    sha256 = Deployment.read(path).sha256
+    assert process.stdout.readline() == f"probemon serve: watch.json was read again, sha256 {sha256}\n"
+    with openai.OpenAI(base_url=f"{address}v1", api_key=token, max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=4, temperature=0, extra_body={"probemon": {}}
+        )
+    told = answer.choices[0].message.model_extra["probemon"]
+    assert told["events"] and told["summary"]["deployment"] == sha256
+
+
+def test_signal_ends_the_server_without_a_traceback(demo):
+    _, _, process, _ = demo
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and out == "" and error == ""

@@ -1,0 +1,611 @@
+"""A server with a deployment: the file's rules hold for every request, beside its own."""
+
+import hashlib
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
+
+import pytest
+import torch
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+
+from conftest import make_pack
+from local_servers import answering
+from probemon import DynamicProbeManager
+from probemon.errors import ConfigError, DeploymentError
+from probemon.monitor.deployment import Deployment
+from probemon.monitor.rungs import NAMES
+from probemon.ops.cli.serve import _reload
+from probemon.ops.server.served import Served
+from running_server import LIMITS, Running, demo_tokenizer, eventually, tiny_host
+
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("deployed"), demo_tokenizer()
+    host = tiny_host(tokenizer)
+    make_pack(folder / "pack", host)
+    return folder, host, tokenizer
+
+
+def deployment_of(folder, *rules, **more):
+    sha256 = hashlib.sha256((folder / "pack/manifest.json").read_bytes()).hexdigest()
+    packs = [{"pack": "pack", "manifest_sha256": sha256}]
+    path = folder / "serve.json"
+    path.write_text(json.dumps({"deployment": 1, "packs": packs, "cascade": {"keep_top_k": 4}, "rules": rules, **more}))
+    return Deployment.read(path)
+
+
+def served_by(parts, *rules, **more):
+    folder, host, tokenizer = parts
+    deployment = deployment_of(folder, *rules, **more)
+    manager = DynamicProbeManager(deployment.open_packs(), **deployment.settings)
+    return Served("tiny", host, tokenizer, manager, LIMITS, deployment)
+
+
+def escalating(address, **more):
+    """A rule that asks the judge at an address."""
+    rule = {"concepts": ["c1"], "above": 0.0, "action": "escalate", "judge": {"url": address, "model": "guard"}}
+    return {**rule, "within": 20, "meanwhile": "pass", "on_failure": "raise", "on_blind": "pass", **more}
+
+
+def answer_of(served, **probemon):
+    running = Running(served, token=None)
+    try:
+        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": probemon}, Authorization=None)
+    finally:
+        running.close()
+    return answer.status, json.loads(answer.content)
+
+
+def test_rules_of_the_file_are_told_and_stop_beside_those_of_the_request(parts):
+    record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    served = served_by(parts, record)
+    status, whole = answer_of(served, rules=[{"concept": "c2", "above": 0.0}])
+    told = whole["choices"][0]["message"]["probemon"]
+    assert status == 200 and whole["choices"][0]["finish_reason"] == "length"
+    assert {(event["concept"], event["action"]) for event in told["events"]} == {("c1", "tell"), ("c2", "tell")}
+    assert told["summary"]["deployment"] == served.holding.now.deployment.sha256
+    status, cut = answer_of(served_by(parts, {**record, "for_tokens": 3, "action": "stop"}))
+    [choice] = cut["choices"]
+    assert status == 200 and choice["finish_reason"] == "content_filter"
+    assert choice["message"]["probemon"]["summary"]["stopped_by"]["for_tokens"] == 3
+    assert whole["choices"][0]["message"]["content"].startswith(choice["message"]["content"])
+
+
+@pytest.mark.filterwarnings("ignore:1 of 7 generated tokens have no scores")
+@pytest.mark.parametrize(
+    ("on_blind", "own"),
+    [("pass", []), ("stop", []), ("raise", []), ("pass", [{"concept": "c2", "above": 0.99}])],
+    ids=["pass", "stop", "raise", "a rule of the request"],
+)
+def test_a_token_that_is_not_seen_does_what_the_file_says(parts, on_blind, own):
+    served = served_by(parts, {"concepts": ["c1"], "above": 0.99, "action": "record", "on_blind": on_blind})
+    running, decoder = Running(served, token=None), served.model.model
+    steps = []
+
+    def lose(module, args, kwargs):
+        steps.append(kwargs["input_ids"].shape[1])
+        if len(steps) == 4:
+            steps.append(dict(decoder.layers[1]._forward_hooks))
+            decoder.layers[1]._forward_hooks.clear()
+        elif len(steps) > 5 and isinstance(steps[4], dict):
+            decoder.layers[1]._forward_hooks.update(steps[4])
+            steps[4] = 0
+
+    handle = decoder.register_forward_pre_hook(lose, with_kwargs=True)
+    try:
+        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": {"rules": own}}, Authorization=None)
+    finally:
+        handle.remove()
+        running.close()
+    content = json.loads(answer.content)
+    if on_blind == "raise" or own:  # whoever sent a rule relies on it
+        assert answer.status == 500 and content["error"]["code"] == "answer_failed"
+        return
+    assert "choices" in content, content
+    [choice] = content["choices"]
+    events = choice["message"]["probemon"]["events"]
+    if on_blind == "pass":
+        assert choice["finish_reason"] == "length" and not events
+        assert any(token["unseen"] for token in choice["message"]["probemon"]["tokens"][:-1])
+    else:
+        assert choice["finish_reason"] == "content_filter" and events[0]["blind"] and events[0]["action"] == "stop"
+
+
+def test_what_a_server_cannot_do_is_refused(parts):
+    with pytest.raises(ConfigError, match=r"serve\.json has sinks"):
+        served_by(parts, sinks=[{"kind": "jsonl", "path": "scores.jsonl"}])
+
+
+def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
+    served = served_by(parts, metrics={"concepts": ["c1", "c3*"]})
+    running = Running(served, token=None)
+    try:
+        answers = [running.ask("POST", "/v1/chat/completions", BODY, Authorization=None) for _ in range(2)]
+        text = running.ask("GET", "/metrics", Authorization=None).content.decode()
+        exemplars = running.ask("GET", "/metrics", Authorization=None, Accept="application/openmetrics-text")
+    finally:
+        running.close()
+    usage = [json.loads(answer.content)["usage"] for answer in answers]
+    found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    n_prompt, n_generated = (sum(one[f"{what}_tokens"] for one in usage) for what in ("prompt", "completion"))
+    assert found['probemon_answer_tokens_total{what="prompt"}'] == n_prompt > 0
+    assert found['probemon_tokens_total{phase="prompt",unseen=""}'] == n_prompt
+    # The last token of each answer is never run, and the forwards of the canary are no answers.
+    assert found['probemon_tokens_total{phase="generated",unseen=""}'] == n_generated - 2
+    assert found["probemon_forward_overhead_seconds_count"] == n_generated
+    named = {line for line in found if line.startswith("probemon_fired_total{")}
+    assert len(named) == 12 and 'probemon_fired_total{concept="c39"}' in named
+    [info] = [line for line in found if line.startswith("probemon_info") and found[line]]
+    assert f'deployment="{served.holding.now.deployment.sha256}"' in info
+    ids = {json.loads(answer.content)["id"] for answer in answers}
+    assert exemplars.headers["content-type"].startswith("application/openmetrics-text")
+    assert any(f'# {{request="{one}"}}' in exemplars.content.decode() for one in ids)
+
+
+def test_metrics_are_those_of_what_holds_also_where_no_answer_is_under_way(parts, monkeypatch):
+    shared = {"budget": {"ms": 1e-6}, "breaker": {"errors": 1, "retry_after": 1000}}
+    served = served_by(parts, **shared)
+    running, decoder, own = Running(served, token=None), served.model.model, {"rules": [{"concept": "c2"}]}
+    first, outer = served.holding.now.deployment.sha256, []
+
+    def another_answer_by_a_newer_file(module, args, kwargs):
+        if not outer:  # whose own rule the newer file does not let it have: it goes on by the one before
+            outer.append(True)
+            deployment_of(parts[0], exclude=["c2"], **shared)
+            served.holding.reload()
+            running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+
+    def fail(*arguments, **options):
+        raise RuntimeError("broken")
+
+    def shown():
+        lines = running.ask("GET", "/metrics", Authorization=None).content.decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+    handle = decoder.register_forward_pre_hook(another_answer_by_a_newer_file, with_kwargs=True)
+    try:
+        running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+        handle.remove()
+        found = shown()
+        monkeypatch.setattr(served.manager, "score_prompt", fail)
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        failed = shown()
+    finally:
+        handle.remove()
+        running.close()
+    newer = served.holding.now.deployment.sha256
+    assert newer != first and [
+        value
+        for sha256 in (first, newer)
+        for name, value in found.items()
+        if name.startswith("probemon_info") and sha256 in name
+    ] == [0, 1]
+    assert found["probemon_runs"] == failed["probemon_runs"] == 0
+    assert failed["probemon_budget_rung"] == served.ladder.rung > 0
+    assert (found["probemon_breaker_open"], failed["probemon_breaker_open"]) == (0, 1)
+
+
+def test_a_server_has_no_second_port_for_metrics(parts):
+    with pytest.raises(ConfigError, match="a server shows them at /metrics of its own"):
+        served_by(parts, metrics={"port": 9464})
+
+
+def test_answers_are_events_of_opentelemetry_with_their_ids(parts):
+    received = []
+
+    def take(path, headers, body):
+        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
+            for of_scope in of_resource.scope_logs:
+                received.extend({one.key: one.value.string_value for one in r.attributes} for r in of_scope.log_records)
+        return 200, "application/x-protobuf", b""
+
+    rule = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    with answering(take) as address:
+        served = served_by(parts, rule, opentelemetry={"endpoint": address})
+        ids = [answer_of(served)[1]["id"] for _ in range(2)]
+    told = [(one["gen_ai.response.id"], one["gen_ai.evaluation.name"]) for one in received]
+    assert told == [(id_, f"probemon.{name}") for id_ in ids for name in ("c1", "generation")]
+    of_rules = [one for one in received if one["gen_ai.evaluation.name"] == "probemon.c1"]
+    assert {one["probemon.action"] for one in of_rules} == {"record"}
+    assert {one["probemon.deployment"] for one in of_rules} == {served.holding.now.deployment.sha256}
+
+
+def test_a_file_that_is_read_again_holds_for_answers_under_way_from_their_next_token(parts):
+    record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    served = served_by(parts, record, always_on=["c5"])
+    first, folder = served.holding.now.deployment.sha256, parts[0]
+    running, seen = Running(served, token=None), []
+    decoder = served.model.model
+
+    def reload(module, args, kwargs):
+        seen.append(kwargs["input_ids"].shape[1])
+        if len(seen) == 4:  # before the third token is run
+            deployment_of(folder, record, {**record, "concepts": ["c2"], "for_tokens": 2}, exclude=["c3"])
+            assert served.holding.reload() == (0, 0)
+
+    handle = decoder.register_forward_pre_hook(reload, with_kwargs=True)
+    try:
+        answers = [running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": {}}, Authorization=None)]
+        handle.remove()
+        answers.append(running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": {}}, Authorization=None))
+    finally:
+        handle.remove()
+        running.close()
+    told = [json.loads(answer.content)["choices"][0]["message"]["probemon"] for answer in answers]
+    newer = served.holding.now.deployment.sha256
+    assert newer != first and [one["summary"]["deployment"] for one in told] == [newer, newer]
+    begin = told[0]["tokens"][0]["position"]
+    held = [{"position": 0, "deployment": first}, {"position": begin + 2, "deployment": newer}]
+    assert told[0]["summary"]["deployments"] == held and "deployments" not in told[1]["summary"]
+    met = [[(event["concept"], event["position"] - begin) for event in one["events"]] for one in told]
+    assert met == [[("c1", 0), ("c2", 3)], [("c1", 0), ("c2", 1)]]
+
+
+@pytest.mark.parametrize(
+    ("rules", "more", "said"),
+    [
+        ([{"concepts": ["c99"], "action": "stop", "on_blind": "pass"}], {}, "has no concept 'c99'"),
+        ([], {"cascade": {"keep_top_k": 5}}, "cascade cannot change while it runs"),
+        ([{"concepts": ["c1"], "action": "stop", "on_blind": "pass", "above": 0.1}], {"exclude": ["c1"]}, "leave it"),
+    ],
+)
+def test_a_bad_file_is_refused_while_the_old_one_holds(parts, rules, more, said):
+    record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    served = served_by(parts, record)
+    before = served.holding.now
+    deployment_of(parts[0], *rules, **more)
+    with pytest.raises(DeploymentError, match=said):
+        served.holding.reload()
+    assert served.holding.now is before
+
+
+def test_a_rule_of_a_request_that_the_file_now_excludes_is_watched_still_and_rules_of_the_file_hold(parts):
+    served = served_by(parts)
+    running, decoder, told = Running(served, token=None), served.model.model, []
+
+    def reload(module, args, kwargs):
+        if not told:
+            record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+            deployment_of(parts[0], record, exclude=["c2"])
+            told.append(served.holding.reload())
+
+    own = {"rules": [{"concept": "c2", "above": 0.0}]}
+    handle = decoder.register_forward_pre_hook(reload, with_kwargs=True)
+    try:
+        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+        refused = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+    finally:
+        handle.remove()
+        running.close()
+    events = json.loads(answer.content)["choices"][0]["message"]["probemon"]["events"]
+    assert told == [(1, 0)] and [event["concept"] for event in events] == ["c1", "c2"]
+    assert refused.status == 400 and "leave it" in json.loads(refused.content)["error"]["message"]
+
+
+def test_an_answer_that_can_take_nothing_of_a_file_is_counted_and_keeps_what_held(parts, capsys):
+    """A rule of its own is on what the new file excludes, and the new file's rule on what the old one did."""
+    served, told = served_by(parts, exclude=["c3"]), []
+    first = served.holding.now.deployment.sha256
+
+    def reload(module, args, kwargs):
+        if not told:
+            stop = {"concepts": ["c3"], "above": 0.0, "action": "stop", "on_blind": "stop"}
+            deployment_of(parts[0], stop, exclude=["c2"])
+            told.append(_reload(served))
+
+    own = {"rules": [{"concept": "c2", "above": 0.999}]}
+    running, handle = (
+        Running(served, token=None),
+        served.model.model.register_forward_pre_hook(reload, with_kwargs=True),
+    )
+    try:
+        answers = [
+            running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": asked}, Authorization=None)
+            for asked in (own, {})
+        ]
+    finally:
+        handle.remove()
+        running.close()
+    kept, new = (json.loads(answer.content)["choices"][0] for answer in answers)
+    summary = kept["message"]["probemon"]["summary"]
+    assert kept["finish_reason"] == "length" and summary["deployment"] == first and "deployments" not in summary
+    assert new["finish_reason"] == "content_filter" and served.holding.now.deployment.sha256 != first
+    assert "; 1 answer under way: NOTHING of it holds, beside rules of their own" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waited_while_the_file_excluded_what_its_rule_is_on_is_refused_by_name(parts, stream):
+    served = served_by(parts)
+    running, begun, may_go_on = Running(served, replace(LIMITS, at_once=1), token=None), Event(), Event()
+
+    def wait(module, args, kwargs):
+        begun.set()
+        may_go_on.wait(30)
+
+    own = {
+        **BODY,
+        "stream": stream,
+        "probemon": {"rules": [{"concept": "c1", "above": 0.0}, {"concept": "c2", "above": 0.0}]},
+    }
+    handle = served.model.model.register_forward_pre_hook(wait, with_kwargs=True)
+    try:
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(running.ask, "POST", "/v1/chat/completions", BODY, Authorization=None)
+            assert begun.wait(30)
+            second = pool.submit(running.ask, "POST", "/v1/chat/completions", own, Authorization=None)
+            eventually(lambda: b"probemon_requests_waiting 1" in running.ask("GET", "/metrics").content)
+            deployment_of(parts[0], exclude=["c2"])
+            assert served.holding.reload() == (0, 0)
+            may_go_on.set()
+            answers = [first.result(30), second.result(30)]
+        refused = b'probemon_requests_total{outcome="refused"} 1.0'
+        eventually(lambda: refused in running.ask("GET", "/metrics").content)
+        assert b'{outcome="failed"}' not in running.ask("GET", "/metrics").content
+    finally:
+        may_go_on.set()
+        handle.remove()
+        running.close()
+    assert answers[0].status == 200 and answers[1].status == (200 if stream else 400)  # a stream had begun
+    error = json.loads(answers[1].content.removeprefix(b"data: "))["error"]
+    assert error["param"] == "probemon.rules[1]" and "c2" in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_budget_and_a_breaker_are_of_all_answers_together(parts):
+    served = served_by(parts, budget={"ms": 1e-6}, breaker={"errors": 1})
+    for _ in range(3):
+        answer_of(served)
+    assert served.ladder.rung > 0 and served.circuit.state == "closed"
+
+
+def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
+    rulings = {"stop": "stop", "pass": "pass", "mute": "I do not know"}
+    asked, word = [], "stop"
+
+    def judge(path, headers, body):
+        asked.append(json.loads(json.loads(body)["messages"][1]["content"]))
+        content = {"choices": [{"message": {"content": rulings[word]}}]}
+        return 200, "application/json", json.dumps(content).encode()
+
+    with answering(judge) as address:
+        rule = escalating(address, for_tokens=3, meanwhile="hold")
+        served = served_by(parts, rule)
+        answers = {}
+        for word in rulings:
+            answers[word] = answer_of(served)
+        at_once = served_by(parts, {**rule, "meanwhile": "stop", "on_failure": "stop"})
+        word = "pass"
+        answers["at once"] = answer_of(at_once)
+    whole = answers["pass"][1]["choices"][0]["message"]["content"]
+    for name, ruling in (("stop", "stop"), ("pass", "pass"), ("at once", "pending")):
+        status, answer = answers[name]
+        [choice] = answer["choices"]
+        [event] = choice["message"]["probemon"]["events"]
+        stops = name != "pass"
+        assert status == 200 and choice["finish_reason"] == ("content_filter" if stops else "length")
+        assert event["action"] == ("stop" if stops else "tell") and event["verdict"]["ruling"] == ruling
+        assert (
+            whole.startswith(choice["message"]["content"]) and event["position"] == answer["usage"]["prompt_tokens"] + 2
+        )
+        assert answer["usage"]["completion_tokens"] == (4 if stops else 8)
+    status, failed = answers["mute"]
+    assert status == 500 and "ConceptRaised" in failed["error"]["message"]
+    assert len(asked) == 4 and {question["concept"] for question in asked} == {"concept 1"}
+
+
+@pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
+@pytest.mark.parametrize("hold", [False, True], ids=["", "hold"])
+@pytest.mark.parametrize(
+    ("within", "on_failure", "verdict"),
+    [(20, "raise", ("stop", "")), (0.2, "stop", ("stop", "late")), (0.2, "raise", ("raise", "late"))],
+    ids=["ruled", "late, stop", "late, raise"],
+)
+def test_a_verdict_that_comes_when_the_answer_is_complete_is_told_all_the_same(
+    parts, within, on_failure, verdict, hold
+):
+    def judge(path, headers, body):
+        time.sleep(0.5)
+        return 200, "application/json", b'{"choices": [{"message": {"content": "stop"}}]}'
+
+    with answering(judge) as address:
+        rule = escalating(address, for_tokens=8 if hold else 7, within=within, on_failure=on_failure)
+        status, answer = answer_of(served_by(parts, rule), hold=hold)  # it is met at the last token that is run
+    [choice] = answer["choices"]
+    [event] = choice["message"]["probemon"]["events"]
+    assert status == 200 and choice["finish_reason"] == "length" and event["action"] == "tell"
+    assert (event["verdict"]["ruling"], event["verdict"]["failure"]) == verdict
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
+def test_what_was_seen_while_a_judge_was_asked_is_said_to_have_been_seen(parts, stream):
+    """With `hold`: the judge rules in the forward of the sixth token, and three were seen by then beside the third."""
+    n_forwards, ruling = [], Event()
+
+    def judge(path, headers, body):
+        ruling.wait(20)
+        return 200, "application/json", b'{"choices": [{"message": {"content": "stop"}}]}'
+
+    def rule_at_the_sixth(module, args, kwargs):
+        n_forwards.append(None)
+        if len(n_forwards) == 6:
+            ruling.set()
+            time.sleep(0.3)
+
+    with answering(judge) as address:
+        served = served_by(parts, escalating(address, for_tokens=2))
+        running = Running(served, token=None)
+        handle = served.model.model.register_forward_pre_hook(rule_at_the_sixth, with_kwargs=True)
+        try:
+            asked = {**BODY, "max_tokens": 12, "stream": stream, "probemon": {"hold": True}}
+            answer = running.ask("POST", "/v1/chat/completions", asked, Authorization=None)
+            [newest] = json.loads(running.ask("GET", "/v1/probemon/requests", Authorization=None).content)["requests"]
+            record = running.ask("GET", f"/v1/probemon/requests/{newest['request']}", Authorization=None)
+        finally:
+            ruling.set()
+            handle.remove()
+            running.close()
+    [choice] = json.loads(record.content)["choices"]
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.content.decode().split("\n") if line.startswith("data: {")]
+        deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        text = "".join(delta["delta"].get("content") or "" for delta in deltas)
+        tokens = [token for delta in deltas for token in delta["delta"].get("probemon", {}).get("tokens", [])]
+    else:
+        [whole] = json.loads(answer.content)["choices"]
+        text, tokens = whole["message"]["content"], whole["message"]["probemon"]["tokens"]
+    assert text == choice["text"] == "".join(token["text"] for token in tokens) != ""
+    assert choice["finish_reason"] == "content_filter" and len(tokens) > 2
+    n_generated = choice["summary"]["coverage"]["tokens"]
+    assert choice["summary"]["n_withheld"] == n_generated - len(tokens) > 0
+
+
+def test_a_key_that_is_not_there_shows_before_the_server_begins_and_before_it_reads_its_file_again(parts):
+    judge = {"url": "http://localhost:1/v1", "model": "guard", "key_env": "NO_SUCH_KEY"}
+    rule = {"concepts": ["c1"], "action": "escalate", "judge": judge, "within": 1, "on_blind": "pass"}
+    rule |= {"meanwhile": "hold", "on_failure": "stop"}
+    with pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"):
+        served_by(parts, rule)
+    served = served_by(parts)
+    before = served.holding.now
+    deployment_of(parts[0], rule)
+    with pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"):
+        served.holding.reload()
+    assert served.holding.now is before
+
+
+@pytest.mark.filterwarnings(r"ignore:\d of \d generated tokens have no scores")
+@pytest.mark.parametrize("hold", [False, True], ids=["", "hold"])
+@pytest.mark.parametrize("why", ["scoring failed: RuntimeError", "hidden state is not finite"])
+def test_a_rule_of_a_request_is_never_silent_also_where_the_file_has_none(parts, monkeypatch, why, hold):
+    served, n_calls = served_by(parts, breaker={"errors": 1, "retry_after": 1000}), []
+    begin = served.manager.begin
+
+    def at_the_third_token(*arguments):
+        n_calls.append(None)
+        if len(n_calls) == 3 and why.startswith("scoring"):
+            raise RuntimeError("broken")
+        return begin(*arguments)
+
+    def lose(module, args, output):
+        return torch.full_like(output, torch.inf) if len(n_calls) == 2 and "finite" in why else None
+
+    running = Running(served, token=None)
+    monkeypatch.setattr(served.manager, "begin", at_the_third_token)
+    handle = served.model.model.embed_tokens.register_forward_hook(lose)
+    try:
+        own = {"hold": hold, "rules": [{"concept": "c2", "above": 0.99, "action": "stop"}]}
+        answer = running.ask("POST", "/v1/chat/completions", {**BODY, "probemon": own}, Authorization=None)
+    finally:
+        handle.remove()
+        running.close()
+    content = json.loads(answer.content)
+    if hold:  # what cannot be judged is not shown
+        [choice] = content["choices"]
+        assert choice["finish_reason"] == "content_filter"
+        assert [token["unseen"] for token in choice["message"]["probemon"]["tokens"]] == [None, None]
+    else:
+        assert answer.status == 500 and why in content["error"]["message"]
+
+
+def test_a_rule_of_a_request_is_asked_on_whatever_rung_other_answers_are(parts):
+    served = served_by(parts, budget={"ms": 1e-6})
+    running, own = Running(served, token=None), {"rules": [{"concept": "c2", "above": 0.0}]}
+    try:
+        bodies = [{**BODY, "max_tokens": 48}] * 2 + [{**BODY, "probemon": own}]
+        answers = [running.ask("POST", "/v1/chat/completions", body, Authorization=None) for body in bodies]
+    finally:
+        running.close()
+    assert NAMES[served.ladder.rung] == NAMES[-1]
+    [event] = json.loads(answers[-1].content)["choices"][0]["message"]["probemon"]["events"]
+    assert event["concept"] == "c2"
+
+
+def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(parts, monkeypatch):
+    served, read, first_is_read, second_asks = served_by(parts), Deployment.read, Event(), Event()
+
+    def read_slowly(path):
+        deployment = read(path)
+        if not first_is_read.is_set():
+            first_is_read.set()
+            second_asks.wait(10)
+            time.sleep(0.2)
+        return deployment
+
+    deployment_of(parts[0], exclude=["c1"])
+    monkeypatch.setattr(Deployment, "read", read_slowly)
+    with ThreadPoolExecutor() as pool:
+        readings = [pool.submit(served.holding.reload)]
+        first_is_read.wait(10)
+        (parts[0] / "serve.json").write_text((parts[0] / "serve.json").read_text().replace('"c1"', '"c2"'))
+        readings.append(pool.submit(served.holding.reload))
+        second_asks.set()
+        assert [reading.result() for reading in readings] == [(0, 0), (0, 0)]
+    assert served.holding.now.exclude == ("c2",)
+
+
+def test_what_the_file_leaves_out_cannot_be_asked_for_nor_counted(parts):
+    """Its silence would say nothing: not in an answer, nor as a count that stays where it is."""
+    served = served_by(parts, exclude=["c2"], metrics={"concepts": ["c3"]})
+    assert answer_of(served, concepts=["c3"])[0] == 200
+    status, answer = answer_of(served, concepts=["c3", "c2"])
+    error = answer["error"]
+    assert status == 400 and error["param"] == "probemon.concepts[1]" and "'concept 2' is left out" in error["message"]
+    deployment_of(parts[0], exclude=["c3"], metrics={"concepts": ["c3"]})
+    with pytest.raises(DeploymentError, match="'concept 3' is left out"):
+        served.holding.reload()
+    deployment_of(parts[0], exclude=["c4"], metrics={"concepts": ["c3"]})
+    served.holding.reload()
+    assert [answer_of(served, concepts=[concept])[0] for concept in ("c2", "c4")] == [200, 400]
+
+
+def test_server_is_not_ready_while_the_breaker_pauses_and_is_once_an_answer_may_try(parts, monkeypatch):
+    served = served_by(parts, breaker={"errors": 1, "retry_after": 1000})
+    running, prompt = Running(served, token=None), served.manager.score_prompt
+
+    def ready():
+        answer = running.ask("GET", "/readyz", Authorization=None)
+        checks = json.loads(answer.content)["checks"]
+        return answer.status, [check["name"] for check in checks if check["state"] == "failed"]
+
+    def fail(*arguments, **options):
+        raise RuntimeError("broken")
+
+    try:
+        assert ready() == (200, [])
+        monkeypatch.setattr(served.manager, "score_prompt", fail)
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        monkeypatch.setattr(served.manager, "score_prompt", prompt)
+        assert ready() == (503, ["breaker"])
+        served.circuit._clock = lambda: time.monotonic() + 2000
+        assert ready() == (200, [])  # or nobody would ask, and it would stay open
+        running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        assert ready() == (200, []) and served.circuit.state == "closed"
+    finally:
+        running.close()
+
+
+def test_rules_that_say_the_same_have_traffic_of_their_own_after_a_reading_too(parts):
+    rule = {"concepts": ["c9"], "above": 3, "aggregate": "z:traffic:64", "action": "record", "on_blind": "pass"}
+    served = served_by(parts, rule, rule)
+    before = served.holding.now.rules
+    assert served.holding.reload() == (0, 0)
+    assert [known is new for known, new in zip(before, served.holding.now.rules, strict=True)] == [True, True]
+    assert before[0] is not before[1]
+
+
+def test_rules_that_say_the_same_each_judge_a_token_once(parts, monkeypatch):
+    """With one window for both, each token would stand in it twice, and its rank would be another one."""
+    monkeypatch.setitem(BODY, "max_tokens", 30)
+    rule = {"concepts": ["c9"], "above": 0.0, "aggregate": "rank:traffic:16", "action": "record", "on_blind": "pass"}
+    met = []
+    for rules in ([rule], [rule, rule]):
+        _, answer = answer_of(served_by(parts, *rules))
+        events = answer["choices"][0]["message"]["probemon"]["events"]
+        met.append([event["position"] for event in events])
+    assert met[0] and sorted(met[1]) == sorted(met[0] * 2)

@@ -1,0 +1,142 @@
+"""What a body may not ask for is refused with the name of the parameter."""
+
+import json
+
+import pytest
+
+from probemon.errors import RequestRefused
+from probemon.ops.server.limits import Limits
+from probemon.ops.server.requests import read_request
+
+LIMITS = Limits(max_tokens=20, choices=4, messages=3, stops=2, names=2, top_k=5)
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"model": "m", "prompt": "Hi"}
+
+
+def refused(kind, body):
+    with pytest.raises(RequestRefused) as raised:
+        read_request(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), LIMITS)
+    assert raised.value.status == 400
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "changes, param",
+    [
+        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}] * 4}, "messages"),
+        ({"messages": ["a"]}, "messages[0]"),
+        ({"messages": [{"role": "root", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"prompt": "a"}, "prompt"),
+        ({"max_token": 3}, "max_token"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 21}, "max_tokens"),
+        ({"max_completion_tokens": 2.5}, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 5}, "n"),
+        ({"n": True}, "n"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", "b", "c"]}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"3": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": "none"}, "tools"),
+        ({"tools": ["look"]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"probemon": []}, "probemon"),
+        ({"probemon": {"concept": "a"}}, "probemon.concept"),
+        ({"probemon": {"concepts": []}}, "probemon.concepts"),
+        ({"probemon": {"concepts": ["a", "b", "c"]}}, "probemon.concepts"),
+        ({"probemon": {"concepts": ["a" * 201]}}, "probemon.concepts[0]"),
+        ({"probemon": {"concepts": [3]}}, "probemon.concepts[0]"),
+        ({"probemon": {"top_k": 6}}, "probemon.top_k"),
+        ({"probemon": {"hold": 1}}, "probemon.hold"),
+        ({"probemon": {"rules": {}}}, "probemon.rules"),
+        ({"probemon": {"rules": False}}, "probemon.rules"),
+        ({"temperature": 1e-40}, "temperature"),
+        ({"probemon": {"rules": [{}]}}, "probemon.rules[0].concept"),
+        ({"probemon": {"rules": [{"concept": "a", "abov": 1}]}}, "probemon.rules[0].abov"),
+        ({"probemon": {"rules": [{"concept": "a", "above": 1}]}}, "probemon.rules[0].above"),
+        (
+            {"probemon": {"rules": [{"concept": "a", "above": 3, "aggregate": "rank:last:64"}]}},
+            "probemon.rules[0].above",
+        ),
+        ({"probemon": {"rules": [{"concept": "a", "above": -3, "aggregate": "z:last:64"}]}}, "probemon.rules[0].above"),
+        ({"probemon": {"rules": [{"concept": "a", "for_tokens": 0}]}}, "probemon.rules[0].for_tokens"),
+        ({"probemon": {"rules": [{"concept": "a", "action": "raise"}]}}, "probemon.rules[0].action"),
+    ],
+)
+def test_refusal_of_a_chat_names_its_parameter(changes, param):
+    error = refused("chat", {**CHAT, **changes})
+    assert error.param == param and param.split("[")[0].split(".")[0] in str(error)
+
+
+@pytest.mark.parametrize(
+    "changes, param",
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", "b", "c"], "n": 2}, "n"),
+        ({"messages": []}, "messages"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
+    ],
+)
+def test_refusal_of_a_completion_names_its_parameter(changes, param):
+    assert refused("completion", {**TEXT, **changes}).param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"model": "m", "model": "n", "prompt": "a"}',
+        b'{"model": "m", "prompt": "a", "temperature": NaN}',
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"model": "m", "prompt": "a", "metadata": {"x": 1e999}}',
+        b'{"model": "m", "prompt": "a", "metadata": ' + b"[" * 950 + b"]" * 950 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(body):
+    assert refused("completion", body).param is None
+
+
+def test_what_is_asked_for_is_read():
+    watch = {"concepts": ["a"], "rules": [{"concept": "b", "above": 0.5, "action": "stop"}], "hold": True}
+    asked = {**CHAT, "max_completion_tokens": 7, "stop": "x", "user": "me", "metadata": {"a": "b"}, "probemon": watch}
+    request = read_request("chat", json.dumps(asked).encode(), LIMITS)
+    assert request.max_tokens == 7 and request.stop == ("x",) and request.sampling == {} and request.seed is None
+    assert request.watch.concepts == ("a",) and request.watch.hold and request.watch.top_k == 3
+    [rule] = request.watch.rules
+    z = {"concept": "b", "above": 3, "aggregate": "z:last:64"}
+    [unusual] = read_request("chat", json.dumps({**CHAT, "probemon": {"rules": [z]}}).encode(), LIMITS).watch.rules
+    assert (unusual.above, unusual.aggregate) == (3.0, "z:last:64")
+    assert (rule.concept, rule.above, rule.for_tokens, rule.aggregate, rule.action) == ("b", 0.5, 1, None, "stop")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    request = read_request("chat", json.dumps({**CHAT, "messages": parts, "temperature": 0}).encode(), LIMITS)
+    assert request.messages[0]["content"] == "ab" and request.sampling == {"do_sample": False}
+    assert request.watch is None

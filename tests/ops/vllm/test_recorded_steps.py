@@ -1,0 +1,128 @@
+"""Rows of steps as a real vLLM 0.32 engine left them in its model runner, against what the engine gave its user.
+
+The steps of the first kind of model runner are recorded (scripts/evidence/vllm_steps.py): one run with drafts of
+n-grams, one with a prefix cache, several answers to a prompt and so few blocks that requests were preempted. The second
+kind of model runner needs a GPU, and none has run it here: its steps are the same ones, laid into the structure that
+its source has, by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from probemon.errors import AlignmentError
+from probemon.ops.vllm.rows import CACHED, Placing, rows_of_v1, rows_of_v2
+
+RECORDED = Path(__file__).parent / "recorded"
+RUNS = ("v1_drafts", "v1_preempted")
+
+
+def read(name):
+    return json.loads((RECORDED / f"{name}.json").read_text())
+
+
+def v1(had, as_tensor=torch.tensor):
+    """The parts of a model runner of the first kind that a step is read from."""
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=had["req_ids"], num_reqs=had["num_reqs"]),
+        query_start_loc=SimpleNamespace(np=np.array(had["query_start_loc"], dtype=np.int32)),
+        input_ids=SimpleNamespace(gpu=as_tensor(had["input_ids"])),
+        positions=as_tensor(had["positions"]),
+    )
+
+
+def v2(had):
+    """The same step in the `InputBatch` of the second kind: by its source, padded as for a captured graph."""
+    n = had["num_reqs"]
+    n_rows = had["query_start_loc"][n]
+    return SimpleNamespace(
+        req_ids=had["req_ids"][:n],
+        num_reqs=n,
+        query_start_loc_np=np.array([*had["query_start_loc"][: n + 1], *[n_rows] * 3], dtype=np.int32),
+        input_ids=torch.tensor(had["input_ids"]),
+        positions=torch.tensor(had["positions"]),
+    )
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+@pytest.mark.parametrize("run", RUNS)
+def test_every_token_of_a_recorded_run_is_placed_once_and_is_the_one_that_came_out(run, kind):
+    recorded = read(run)
+    placing, placed_at, ended = Placing(), {}, {}
+
+    def keep(placed_tokens):
+        for rows, placed, reason in placed_tokens:
+            for column, token in zip(placed.columns.tolist(), placed.ids.tolist(), strict=True):
+                assert (rows.request, column) not in placed_at
+                placed_at[rows.request, column] = (token, reason)
+
+    for step in recorded["steps"]:
+        for name in step["finished"]:
+            ended[name] = placing.end(name)
+        for name, prompt, n_cached in step["new"]:
+            placing.begin(name, prompt, n_cached)
+        for name, ids in step["resumed"].items():
+            placing.resume(name, ids)
+        if step["runner"] is None:
+            continue
+        if kind == "v1":
+            rows = rows_of_v1(v1(step["runner"]), step["scheduled"])
+        else:
+            rows = rows_of_v2(v2(step["runner"]), step["scheduled"])
+        keep(placing.place(rows, step["drafts"]))
+        keep(placing.settle({name: n - 1 for name, n in step["sampled"].items() if n}))
+    for name in list(placing.live):  # an engine in the process of its user runs no step to tell of the last ends
+        ended[name] = placing.end(name)
+    assert len(ended) == len(recorded["outputs"])
+    for output in recorded["outputs"]:
+        own = f"{output['index']}_{output['request']}-" if output["n"] > 1 else f"{output['request']}-"
+        [name] = [name for name in ended if name.startswith(own)]
+        ids, rows = output["prompt"] + output["output"], ended[name]
+        n_cached = rows.call.first_column
+        for column in range(len(ids) - 1):
+            if column < n_cached:
+                assert (name, column) not in placed_at
+            else:
+                token, reason = placed_at[name, column]
+                assert token == ids[column]
+                assert reason in ("", CACHED)
+        if output["n"] == 1:  # of several answers vLLM reports one number
+            assert rows.n_cached == output["cached"]
+
+
+def test_the_recordings_hold_what_they_are_for():
+    drafts, preempted = (read(run)["steps"] for run in RUNS)
+    n_drafted = sum(sum(step["drafts"].values()) for step in drafts)
+    n_accepted = sum(sum(n - 1 for n in step["sampled"].values() if n) for step in drafts)
+    assert 0 < n_accepted < n_drafted  # some were rejected
+    assert any(step["resumed"] for step in preempted)
+    assert any(n_cached for step in preempted for *_, n_cached in step["new"])
+    assert any(name.startswith("1_") for step in preempted for name, *_ in step["new"])
+    chunked = [step for step in preempted if max(step["scheduled"].values(), default=0) > 1 < len(step["scheduled"])]
+    assert chunked  # chunks of prompts beside tokens of others
+
+
+def test_a_step_whose_borders_are_not_those_that_were_scheduled_is_refused():
+    step = next(step for step in read("v1_drafts")["steps"] if step["drafts"])
+    had = dict(step["runner"])
+    had["query_start_loc"] = [0, had["query_start_loc"][1] - 1, *had["query_start_loc"][2:]]
+    for rows_of, made in ((rows_of_v1, v1(had)), (rows_of_v2, v2(had))):
+        with pytest.raises(AlignmentError, match="would be a guess"):
+            rows_of(made, step["scheduled"])
+
+
+def test_rows_are_copied_since_the_runner_writes_the_next_step_into_the_same_memory():
+    step = next(step for step in read("v1_drafts")["steps"] if step["runner"])
+    runner = v1(step["runner"])
+    rows = rows_of_v1(runner, step["scheduled"])
+    before = rows.ids.tolist(), rows.positions.tolist(), rows.starts.tolist()
+    runner.input_ids.gpu.zero_()
+    runner.positions.zero_()
+    runner.query_start_loc.np[:] = 0
+    assert (rows.ids.tolist(), rows.positions.tolist(), rows.starts.tolist()) == before

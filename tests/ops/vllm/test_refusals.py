@@ -1,0 +1,110 @@
+"""What an engine may not do while it is watched is refused by name, with what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from probemon.errors import ConfigError, NotSupportedHost
+from probemon.ops.vllm.messages import WorkerSettings
+from probemon.ops.vllm.refusals import check_engine, unseen_request
+
+SETTINGS = WorkerSettings(packs=("p",), sites=("resid_post.1",))
+PLAIN = {
+    "parallel_config": {
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "enable_dbo": False,
+        "use_ubatching": False,
+    },
+    "scheduler_config": {"async_scheduling": False},
+    "model_config": {
+        "enable_sleep_mode": False,
+        "runner_type": "generate",
+        "is_encoder_decoder": False,
+        "enable_prompt_embeds": False,
+    },
+    "compilation_config": {"pass_config": SimpleNamespace(enable_sp=False)},
+    "speculative_config": None,
+    "kv_transfer_config": None,
+}
+
+
+def config(**changes):
+    parts = {}
+    for name, part in PLAIN.items():
+        more = changes.get(name, {})
+        parts[name] = SimpleNamespace(**{**part, **more}) if isinstance(part, dict) else (more or part)
+    return SimpleNamespace(**parts)
+
+
+def test_a_plain_engine_of_a_tested_version_is_watched():
+    check_engine(config(), "0.32.0", SETTINGS)
+    check_engine(config(), "0.32.0+cpu", SETTINGS)
+    check_engine(config(speculative_config=SimpleNamespace(method="ngram")), "0.32.0", SETTINGS)
+    check_engine(config(parallel_config={"tensor_parallel_size": 2}), "0.32.0", SETTINGS)
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.31.0", "0.32.1", "0.32.0rc1"])
+def test_another_version_is_refused_with_what_was_tried(version):
+    with pytest.raises(NotSupportedHost, match=rf"vLLM {version} is not tested .* only 0\.32\.0"):
+        check_engine(config(), version, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallel"),
+        ({"parallel_config": {"data_parallel_size": 2}}, "data parallel"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "context parallel"),
+        ({"parallel_config": {"prefill_context_parallel_size": 2}}, "context parallel"),
+        ({"parallel_config": {"enable_dbo": True}}, "micro-batching"),
+        ({"parallel_config": {"use_ubatching": True}}, "micro-batching"),
+        ({"compilation_config": {"pass_config": SimpleNamespace(enable_sp=True)}}, "sequence parallelism"),
+        ({"scheduler_config": {"async_scheduling": True}}, "--no-async-scheduling"),
+        ({"model_config": {"enable_sleep_mode": True}}, "sleep mode"),
+        ({"model_config": {"runner_type": "pooling"}}, "pooling"),
+        ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
+        ({"model_config": {"enable_prompt_embeds": True}}, "prompts as embeddings"),
+        ({"kv_transfer_config": SimpleNamespace()}, "KV connector"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculation by eagle3"),
+    ],
+)
+def test_what_was_not_tested_is_refused_by_name(changes, says):
+    with pytest.raises(NotSupportedHost, match=says):
+        check_engine(config(**changes), "0.32.0", SETTINGS)
+
+
+def test_other_places_than_layers_are_refused():
+    with pytest.raises(NotSupportedHost, match=r"the packs read attn_out\.1"):
+        check_engine(config(), "0.32.0", WorkerSettings(packs=("p",), sites=("attn_out.1",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"speculative_config": SimpleNamespace(method="ngram")}, ConfigError),
+        ({"parallel_config": {"tensor_parallel_size": 2}}, NotSupportedHost),
+    ],
+)
+def test_stops_inside_the_step_are_refused_where_rows_are_not_requests_or_ranks_sample(changes, error):
+    with pytest.raises(error, match="stop"):
+        check_engine(config(**changes), "0.32.0", WorkerSettings(packs=("p",), sites=("resid_post.1",), stop=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, ""),
+        ({"lora_request": object()}, "LoRA"),
+        ({"mm_features": [1]}, "images"),
+        ({"prompt_embeds": object(), "prompt_token_ids": None}, "embeddings"),
+    ],
+)
+def test_requests_that_cannot_be_scored_are_named(given, says):
+    reason = unseen_request(SimpleNamespace(**{"prompt_token_ids": [1], **given}))
+    assert (says in reason) if says else reason == ""

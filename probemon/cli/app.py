@@ -14,34 +14,17 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
 from probemon import __version__
-from probemon.adapters.cli.bem import bem
-from probemon.adapters.cli.routing import routing
 from probemon.cli import signals
-from probemon.cli.concepts import concepts
-from probemon.cli.doctor import doctor
-from probemon.cli.inspect_pack import inspect
-from probemon.cli.packs import hierarchy, quantize
-from probemon.cli.packs import pack as packs
+from probemon.cli.registry import registered
 from probemon.cli.shell_words import in_shell, meant
 from probemon.cli.terminal import border, say
-from probemon.cli.watch import watch
 from probemon.errors import ConfigError, ProbemonError
-from probemon.lab.cli.analyze import analyze
-from probemon.lab.cli.calibrate import calibrate
-from probemon.lab.cli.diff_analyses import diff
-from probemon.lab.cli.importing import importing
-from probemon.lab.cli.report import report
-from probemon.lab.cli.states import states
-from probemon.lab.cli.train import train
-from probemon.ops.cli.deploy import deploy
-from probemon.ops.cli.serve import serve
-from probemon.ops.cli.vllm import vllm
 from probemon.util.cache_folders import check_import_folders
 from probemon.util.harmless_text import is_unicode
 
@@ -54,30 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of every command below, too
 )
-# In the order in which they are met, each with what a line of 80 columns holds: the list of commands cuts the rest.
-_COMMANDS: dict[Callable[..., Any], str] = {
-    watch: "Generate from MODEL and show concepts token by token.",
-    doctor: "Check that MODEL can be watched by PACK here.",
-    concepts: "Show the concepts of PACK as a tree, with their thresholds.",
-    inspect: "Show what is in PACK, how good it is, whether it is whole.",
-    analyze: "Score every token of a corpus, and write it to a folder.",
-    report: "Write an analysis as one HTML file.",
-    diff: "List the concepts that differ between two analyses.",
-    train: "Train probes for concepts of your own on MODEL.",
-    states: "Write hidden states of MODEL to files, with labels.",
-    calibrate: "Set thresholds of PACK from documents.",
-    hierarchy: "Give a flat pack a hierarchy.",
-    quantize: "Write an int8 copy of PACK.",
-    serve: "Serve MODEL: OpenAI's API with concepts, and a page.",
-    routing: "Generate from MODEL and show where routers send tokens.",
-}
-for command, summary in _COMMANDS.items():
-    app.command(short_help=summary)(command)
-app.add_typer(importing, name="import")
-app.add_typer(bem, name="bem")
-app.add_typer(deploy, name="deploy")
-app.add_typer(packs, name="pack")
-app.add_typer(vllm, name="vllm")
+for command in registered():
+    loaded = command.load()
+    if isinstance(loaded, typer.Typer):
+        app.add_typer(loaded, name=command.name)
+    else:
+        app.command(command.name, short_help=command.summary)(loaded)
 
 
 def _say_version(wanted: bool) -> None:

@@ -20,7 +20,6 @@ from probemon.cli.terminal import say, terminal
 from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_template import render
 from probemon.host.loading import check_is_no_pack, load_model, slow_number
-from probemon.lab.corpora.windows import Window
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
@@ -189,15 +188,6 @@ def make_manager(pack: AnyPack, **settings: Any) -> DynamicProbeManager:
     before = n_compiled()
     with told_if_long(COMPILES, when=lambda: n_compiled() > before):
         return DynamicProbeManager(pack, **settings)
-
-
-def window_of(n_tokens: int, overlap: int) -> Window | None:
-    """Return the window that --window and --overlap ask for, None for the default one. Raises `ConfigError`."""
-    if n_tokens == 0:
-        if overlap >= 0:
-            raise ConfigError(f"--overlap is {overlap}: give --window too")
-        return None
-    return Window(n_tokens, n_tokens // 8 if overlap == -1 else overlap)
 
 
 def progress_bar(label: str, *, total: float | None = None, unit: str = "doc", postfix: str = "") -> Any:

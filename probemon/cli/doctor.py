@@ -53,13 +53,14 @@ def doctor(
     from probemon.cli.examination import Examination
     from probemon.errors import ConfigError
     from probemon.host.loading import check_dtype
-    from probemon.lab.corpora.documents import read_documents
 
     check_dtype(dtype)
     if text is not None and not measure:
         raise ConfigError("--text is for --measure: add it")
     if text is not None:
-        next(iter(read_documents(text)), None)  # what cannot be read is said before a model is loaded
+        from probemon.cli.measured_settings import check_text
+
+        check_text(text)  # before a model is loaded
     examination = Examination(model, packs, device=device, dtype=dtype, alert_set=alert_set, strict=strict)
     examination.run(load_aloud)
     health, measured = examination.health, None

@@ -38,6 +38,11 @@ TEXT = (
 )
 
 
+def check_text(text: Path) -> None:
+    """Raise `ConfigError` if no document can be read from a file or folder."""
+    next(iter(read_documents(text)), None)
+
+
 @dataclass(frozen=True)
 class MeasuredSettings:
     """Holds the trials, how many tokens of which text they had, and what watching adds to a step of the host."""

@@ -6,6 +6,7 @@ model, tokenizer = load_model("demo", "cpu", print)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from probemon.util.near_folders import folders_with, is_path, near_folders
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _MARKER = "config.json"  # a folder that holds one is taken for a model
 
+_MODELS_OF_WINGS = ("probemon.adapters.ltm",)  # once imported, transformers' automatic classes know their models
+
 
 def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = "auto") -> tuple[Any, Any]:
     """Return `(model, tokenizer)`, in eval mode on `device`; `dtype` "auto" is that of its files.
@@ -28,8 +31,8 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    import probemon.adapters.ltm  # noqa: F401  # the automatic classes know it then, in every process that loads a host
-
+    for wing in _MODELS_OF_WINGS:
+        import_module(wing)
     check_dtype(dtype)
     kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     logging.disable_progress_bar()

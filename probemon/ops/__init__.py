@@ -1,0 +1,1 @@
+"""Operations: a monitor in service. The core does not import it."""

@@ -1,0 +1,1 @@
+"""Tools without a subject; they import errors alone."""

@@ -94,7 +94,7 @@ class FormGovernor:
 
     @torch.no_grad()
     def sizes(self, applied: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return two sizes `[M]` of what `apply` returned, `[M, n + 1]`, as `probemon.adapters.bem.governance.Governor.sizes`
+        """Return two sizes `[M]` of what `apply` returned, `[M, n + 1]`, as `bem.governance.Governor.sizes`
         does: of the update that is largest in the Frobenius norm the largest singular value (of several Kronecker terms
         a bound of it), and all of them together beside the host's weights, of films beside the outputs as they are.
         """

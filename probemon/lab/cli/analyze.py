@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.common import MODEL_FIRST, load_aloud, make_manager, progress_bar, use_threads, window_of
+from probemon.cli.common import MODEL_FIRST, load_aloud, make_manager, progress_bar, use_threads
 from probemon.cli.options import (
     AlertSet,
     AsJson,
@@ -34,6 +34,7 @@ from probemon.cli.options import (
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.host.loading import check_is_no_pack
+from probemon.lab.cli.reading import window_of
 from probemon.lab.corpora.documents import MAX_CHARS
 from probemon.lab.corpora.windows import Reading
 from probemon.util.counted import counted

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from probemon.cli.common import load_aloud, make_manager, use_threads, window_of
+from probemon.cli.common import load_aloud, make_manager, use_threads
 from probemon.cli.options import (
     AsJson,
     Device,
@@ -29,6 +29,7 @@ from probemon.cli.options import (
 )
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError, PackError
+from probemon.lab.cli.reading import window_of
 from probemon.lab.cli.scored_documents import ScoredDocuments, check_readable, concepts_of, labelled
 from probemon.lab.corpora.documents import MAX_CHARS
 from probemon.lab.corpora.windows import Reading

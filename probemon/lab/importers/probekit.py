@@ -98,7 +98,8 @@ def _probe(name: str, probe: Any) -> Classifier:
         if strange:  # a score may depend on it, as on a normalisation spelt otherwise
             raise ImportRefused(
                 f"{where} has {strange[0]!r:.80}, which probekit's to_dict() does not write (it writes"
-                f" {', '.join(_KEYS)}): take it out, or give the weights to probemon.lab.importers.generic.import_weights"
+                f" {', '.join(_KEYS)}): take it out, or give the weights to"
+                " probemon.lab.importers.generic.import_weights"
             )
         weights, norm = _vector(field(probe, "weights", list, where), where), probe.get("normalization")
         bias: Any = probe.get("bias", 0.0)

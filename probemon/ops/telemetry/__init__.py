@@ -1,0 +1,1 @@
+"""Telemetry of runs: metrics for Prometheus."""

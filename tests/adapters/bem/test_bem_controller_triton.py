@@ -25,7 +25,7 @@ from probemon.adapters.bem.kernels import controller_forward as bem_step
 from probemon.adapters.bem.state import Carry
 from probemon.errors import ConfigError
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "cross_compile_controller.py"
+PROGRAM = Path(__file__).parents[2] / "programs" / "cross_compile_controller.py"
 # Shared memory that one program may have, in bytes, by compute capability.
 LIMITS = {80: 163 << 10, 90: 227 << 10}
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"

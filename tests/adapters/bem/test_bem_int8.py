@@ -98,8 +98,8 @@ def folder(tmp_path_factory):
     about it.
     """
     made = tmp_path_factory.mktemp("int8")
-    tests = Path(__file__).parents[1]
-    folders = [tests / "bem", tests / "support", tests, tests.parent, Path(sys.prefix) / "torchao"]
+    tests = Path(__file__).parents[2]
+    folders = [tests / "adapters/bem", tests / "support", tests, tests.parent, Path(sys.prefix) / "torchao"]
     path = os.pathsep.join(map(str, folders))
     code = "import sys, pathlib, test_bem_int8; test_bem_int8.write(pathlib.Path(sys.argv[1]))"
     done = subprocess.run(

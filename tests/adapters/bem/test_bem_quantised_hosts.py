@@ -108,8 +108,8 @@ def try_all(path):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("quantised") / "found.json"
-    tests = Path(__file__).parents[1]
-    folders = [tests / "bem", tests / "support", tests, tests.parent, Path(sys.prefix) / "torchao"]
+    tests = Path(__file__).parents[2]
+    folders = [tests / "adapters/bem", tests / "support", tests, tests.parent, Path(sys.prefix) / "torchao"]
     code = "import sys, pathlib, test_bem_quantised_hosts as t; t.try_all(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     done = subprocess.run(

@@ -23,7 +23,7 @@ def ran(tmp_path_factory):
     """What each of the two ranks found, and the folder that they saved adapters in."""
     folder = tmp_path_factory.mktemp("ranks")
     make_host(key_value_heads=2).save_pretrained(folder / "host")
-    program = Path(__file__).parents[1] / "programs/bem_ranks.py"
+    program = Path(__file__).parents[2] / "programs/bem_ranks.py"
     run = "-m torch.distributed.run --nproc_per_node 2 --master_port 0 --rdzv-backend c10d --rdzv-endpoint localhost:0"
     words = [sys.executable, *run.split(), str(program), str(folder / "host"), str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)

@@ -18,7 +18,7 @@ from probemon.adapters.bem.kernels import update as bem_triton
 from probemon.adapters.bem.kernels.update import generated_update
 from probemon.errors import ConfigError
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "cross_compile_bem.py"
+PROGRAM = Path(__file__).parents[2] / "programs" / "cross_compile_bem.py"
 # Shared memory that one program may have, in bytes, by compute capability.
 LIMITS = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 RANKS = (1, 3, 8, 16, 64)

@@ -13,7 +13,7 @@ import ltm_recall
 from probemon.adapters.ltm import LtmForCausalLM, memory_of, recall_host
 from probemon.adapters.ltm.stats import key_metrics, memory_alerts, read_metrics, surprises
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

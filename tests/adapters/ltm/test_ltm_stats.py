@@ -11,7 +11,7 @@ from probemon.adapters.ltm.memory import SlotMemory
 from probemon.adapters.ltm.stats import stats_of
 from slot_oracle import SlotOracle
 
-PAGE = Path(__file__).parents[2] / "docs/memory-hosts.md"
+PAGE = Path(__file__).parents[3] / "docs/memory-hosts.md"
 # Metrics with tests of their own, in tests/adapters/ltm/test_ltm_recall.py
 ELSEWHERE = {"contribution", "provenance", "alerts"}
 

@@ -40,7 +40,7 @@ from probemon.packs.pack import ProbePack
 from static_page import read
 
 SMALL = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
-PROGRAM = Path(__file__).parents[1] / "programs" / "analyze_corpus.py"
+PROGRAM = Path(__file__).parents[2] / "programs" / "analyze_corpus.py"
 
 
 @pytest.fixture(scope="module")

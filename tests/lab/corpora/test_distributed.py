@@ -30,7 +30,7 @@ def load(in_training=False, seed=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    paths = os.pathsep.join(str(Path(__file__).parents[1] / name) for name in ("", "offline", "support"))
+    paths = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("", "lab/corpora", "support"))
     ray.init(
         num_cpus=2,
         include_dashboard=False,

@@ -435,7 +435,7 @@ def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
 
 
 def test_every_example_of_their_page_runs_and_says_what_the_page_says(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs/hatcat.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/hatcat.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     host = tmp_path / "host"

@@ -37,7 +37,7 @@ from probemon.ops.telemetry.metrics import ProcessMetrics
 from prometheus_server import Prometheus
 from routed_hosts import make_moe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
 MASK = (PROMPTS != 0).long()
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"

@@ -13,7 +13,7 @@ import dashboard
 from probemon.ops.telemetry.metric_families import FAMILIES
 from scraped_run import scraped_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs/operations"
 RULES = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
 needs_prometheus = pytest.mark.skipif(shutil.which("promtool") is None, reason="prometheus is not installed")

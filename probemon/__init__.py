@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Imported at first use: transformers takes seconds, and inspecting a pack needs none of it.
 _MODULES = {
-    "Analysis": "offline.analysis_folder",
+    "Analysis": "lab.corpora.analysis_folder",
     "Attention": "core.aggregate",
     "CallbackSink": "monitor.sinks",
     "Coverage": "core.scores",

@@ -86,7 +86,7 @@ def embed(value: Any) -> str:
 def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
     folder, shared = (
         resources.files("probemon.lab.corpora") / "report_page",
-        resources.files("probemon.core") / "page_code",
+        resources.files("probemon.util") / "page_code",
     )
     page, colours, style = (
         file.read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ class PageFile:
 
 def page_files() -> dict[str, PageFile]:
     """Return every file by its name: nothing else can be asked for. No name stands in both folders: a test looks."""
-    folders = files("probemon.core") / "page_code", files("probemon.ops.server") / "page"
+    folders = files("probemon.util") / "page_code", files("probemon.ops.server") / "page"
     return {
         entry.name: PageFile(entry.read_bytes(), _TYPES[entry.name[entry.name.rindex(".") :]])
         for folder in folders

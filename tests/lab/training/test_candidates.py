@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training.test_train import rows, text
 
 from conftest import make_model
 from corpora import make_tokenizer
+from lab.training.test_train import rows, text
 from probemon.core.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.errors import ConfigError
 from probemon.lab.training import train

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
-from training.test_logistic import sklearn_weights
-from training.test_train import COMMON, rows, scores_of
 
 from conftest import make_model
 from corpora import make_tokenizer
+from lab.training.test_logistic import sklearn_weights
+from lab.training.test_train import COMMON, rows, scores_of
 from probemon.lab.training import train, trainer
 from probemon.lab.training.choice import Choice
 from probemon.lab.training.crossvalidation import PENALTIES, cross_validated, curve, deal, earliest_within_one_error

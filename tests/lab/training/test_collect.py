@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from sklearn.linear_model import LogisticRegression
-from training.test_train import rows
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
 from corpora import make_tokenizer
+from lab.training.test_train import rows
 from probemon import DynamicProbeManager
 from probemon.core.probes import InputSpec
 from probemon.errors import ConfigError, TrainingError

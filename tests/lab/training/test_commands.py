@@ -9,10 +9,10 @@ import sys
 import time
 
 import pytest
-from training.test_train import rows
 
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
+from lab.training.test_train import rows
 from probemon import cli
 from probemon.lab.training.state_store import STATE
 from probemon.packs.pack import ProbePack

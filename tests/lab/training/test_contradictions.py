@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from training.test_train import rows, text
 
 from corpora import make_tokenizer
+from lab.training.test_train import rows, text
 from probemon.lab.training import train
 from probemon.lab.training.card import warnings
 from probemon.lab.training.contradictions import Contradiction, contradictions

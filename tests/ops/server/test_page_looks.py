@@ -198,6 +198,6 @@ def test_nothing_is_wider_than_the_window_and_every_part_can_be_reached(page_bro
 
 
 def test_files_of_the_page_have_names_of_their_own():
-    folders = files("probemon.core") / "page_code", files("probemon.ops.server") / "page"
+    folders = files("probemon.util") / "page_code", files("probemon.ops.server") / "page"
     names = [entry.name for folder in folders for entry in folder.iterdir()]
     assert len(names) == len(set(names)) == len(page_files()) and {"index.html", "colours.css"} < set(names)

@@ -35,15 +35,6 @@ from probemon.util.files import write_text_atomically
 from profile_cascade import Disagreement
 from provenance import about
 
-MEASURES = (
-    "scripts/benchmark.py",
-    "probemon/core",
-    "probemon/engine",
-    "probemon/monitor",
-    "probemon/tracking",
-    "scripts/bench",
-)
-
 HEADLINE = Cell(576, "bfloat16", 1, 64)
 QUICK = (HEADLINE, Cell(576, "float32", 1, 64), Cell(576, "bfloat16", 8, 64), Cell(2560, "bfloat16", 1, 64))
 FULL = tuple(
@@ -83,7 +74,7 @@ def run_gpu() -> dict[str, Any]:
         "rows": found["rows"],
         "read_gb_per_s": found["read_gb_per_s"],
         "seconds": round(time.perf_counter() - begin, 1),
-        **about("scripts/benchmark.py", "probemon/core", "probemon/engine", "scripts/bench"),
+        **about(),
         "cuda": torch.version.cuda,
     }
 
@@ -127,7 +118,7 @@ def run(suite: str) -> dict[str, Any]:
         "rows": rows,
         "agreement": steps["agreement"],
         "seconds": round(time.perf_counter() - begin, 1),
-        **about(*MEASURES),
+        **about(),
     }
 
 

@@ -62,7 +62,7 @@ def keep_figures(file: Path, name: str, entry: dict[str, Any]) -> None:
     figures = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"packs": {}}
     packs = dict(sorted({**figures["packs"], name: entry}.items()))
     file.parent.mkdir(parents=True, exist_ok=True)
-    document = {"packs": packs, **about("scripts/wordnet_pack", whole=True)}
+    document = {"packs": packs, **about()}
     write_text_atomically(file, json.dumps(document, indent=1) + "\n")
 
 

@@ -27,14 +27,6 @@ sys.path[:0] = [
     *(str(ROOT / name) for name in ("scripts/evidence", "tests", "tests/support", "tests/monitor")),
 ]
 
-MEASURES = (
-    "scripts/operations_check.py",
-    "scripts/dashboard.py",
-    "probemon/ops/telemetry/metrics.py",
-    "probemon/ops/telemetry/run_counts.py",
-    "probemon/ops/telemetry/scraped_metrics.py",
-    "probemon/ops/telemetry/metric_families.py",
-)
 FOLDER = ROOT / "docs/operations"
 _SCRAPES, _TOKENS, _CONCEPTS, _PROMPT, _FILES = 50, 64, 100, 5, 10_000
 
@@ -288,7 +280,7 @@ def main() -> None:
     if arguments.json is not None:
         path = arguments.json
         before = json.loads(path.read_text(encoding="utf-8"))["claims"] if path.exists() else {}
-        result = {**about(*MEASURES, whole=True), "claims": {**before, **found}}
+        result = {**about(), "claims": {**before, **found}}
         write_text_atomically(path, json.dumps(result, indent=1) + "\n")
 
 

@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from executed import executed
 from perf_study import report
 from perf_study.claims import BUDGET, PLANTED, claims, verdicts
 from perf_study.kept import code_mark, kept
@@ -53,9 +52,6 @@ from probemon.adapters.bem.training import TrainSettings, fit
 from probemon.util.cache_folders import cache_dir
 from probemon.util.files import write_text_atomically
 from provenance import about
-
-MEASURES = ("scripts/perf_track.py", "scripts/perf_study/claims.py", "probemon/adapters/bem")
-OF_DEMO = ("scripts/perf_study/demo.py", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
 
 VOCAB, LENGTH, DOMAINS, ROWS = 256, 32, 6, 32
 SHARPNESS = 1.5  # of a domain's distribution: the deviation of its logits
@@ -301,10 +297,13 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     without_demo = arguments.quick or arguments.only == "planted"
-    measures = MEASURES + (() if without_demo else OF_DEMO)
-    folder = None if arguments.quick else arguments.folder / f"planted-{code_mark(*MEASURES)}"
-    goes_on = not without_demo or (folder is not None and folder.exists())  # with what another process learned
-    made_by = about(*measures, whole=True)  # now: the study outlasts a commit
+    folder = (
+        None
+        if arguments.quick
+        else arguments.folder
+        / f"planted-{code_mark('scripts/perf_track.py', 'scripts/perf_study/claims.py', 'probemon/adapters/bem')}"
+    )
+    made_by = about()  # now: the study outlasts a commit
     errors = integrity()
     if gates.integrity(errors).verdict != gates.PASSED:
         print(f"perf_track: nothing was compared: {gates.integrity(errors).why}", file=sys.stderr)
@@ -320,8 +319,6 @@ def main() -> int:
 
         found["demo"] = of_demo(seeds, arguments.folder / "results", arguments.headers, errors)
     print("\n".join(report.lines(found)))
-    if not goes_on:
-        made_by["measures"] = executed(measures)
     found |= {"integrity": errors, "seconds": round(time.perf_counter() - BEGIN, 1), **made_by}
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")

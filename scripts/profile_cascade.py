@@ -56,8 +56,6 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.core.scores import RowState
 from provenance import about
 
-MEASURES = ("scripts/profile_cascade.py", "probemon/core", "probemon/engine", "scripts/cascade_profile")
-
 PARTS = ("scoring_loaded", "child_lookup", "loading", "scoring_children", "sorting")
 LOAD_PARTS = ("file_read", "model_and_weights", "transfer")
 # Two right implementations differ in summation order alone: by less than this.
@@ -429,7 +427,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
         "probes_per_level": np.bincount(world.level).tolist(),
         "random_weights": True,
         "states": world.states_are,
-        **about(*MEASURES),
+        **about(),
     }
 
 

@@ -31,17 +31,6 @@ from probemon.util.files import write_text_atomically
 from provenance import about
 from real_text import bbc
 
-MEASURES = (
-    "scripts/evidence/agreement.py",
-    "probemon/core",
-    "probemon/engine",
-    "probemon/tracking",
-    "probemon/lab/corpora/corpus.py",
-    "probemon/lab/corpora/state_reader.py",
-    "probemon/lab/corpora/windows.py",
-    "probes",
-)
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 PROMPTS = (
@@ -69,7 +58,7 @@ def main() -> None:
                     ("analysis", offline(manager, model, tokenizer)),
                 )
             ]
-    found = {"host": "SmolLM2-135M-Instruct", "rows": rows, **about(*MEASURES)}
+    found = {"host": "SmolLM2-135M-Instruct", "rows": rows, **about()}
     print(json.dumps(found, indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -39,20 +39,12 @@ from transformers import GenerationConfig
 
 import provenance
 from architecture_corpus import corpus
-from executed import executed, union
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ProbemonError
 from probemon.host.model import find_layers, is_encoder_decoder, text_config
 from probemon.host.trials import CACHES
 from probemon.host.twin import VOCABULARY, shrunken, twin
 from probemon.util.files import write_text_atomically
-
-MEASURES = (
-    "scripts/evidence/architectures.py",
-    "probemon/tracking",
-    "probemon/host",
-    "probemon/lab/corpora/state_reader.py",
-)
 
 ROOT = Path(__file__).parents[2]
 BAR = (
@@ -529,13 +521,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     known, modes = architectures(), given.mode or list(MODES)
-    begin, found, ran = time.perf_counter(), {}, executed(MEASURES)
+    begin, found = time.perf_counter(), {}
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name in sorted(given.names or known):
         started = time.perf_counter()
-        found[name] = apart(lambda name=name: {**sweep(name, known[name], modes), "ran": executed(MEASURES)})
+        found[name] = apart(lambda name=name: sweep(name, known[name], modes))
         row = found[name]
-        ran = union(ran, row.pop("ran", {}))
         row["commit"] = provenance.commit()
         told = {mode: _told(entry) for mode, entry in row["modes"].items()} if "modes" in row else row
         print(f"{name} ({time.perf_counter() - started:.1f} s): {json.dumps(told)}", flush=True)
@@ -543,8 +534,7 @@ def main() -> int:
         path = given.out or ROOT / "docs/benchmarks/architectures.json"
         before = json.loads(path.read_text()) if given.names and path.is_file() else {"architectures": {}}
         answer = {
-            **provenance.about(*MEASURES, whole=True),
-            **({} if given.names else {"measures": ran}),
+            **provenance.about(),
             "transformers": transformers.__version__,
             "bar": BAR,
             "seconds": before.get("seconds") or round(time.perf_counter() - begin),

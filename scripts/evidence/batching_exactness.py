@@ -24,7 +24,6 @@ from probemon.monitor.result import Result
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/batching_exactness.py", "probemon/tracking/continuous_batching.py")
 QUESTIONS = ("Tell me about whales.", "What is a ship?", "Name three trees.", "Why is the sky blue?")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 N_TOKENS = 8
@@ -95,7 +94,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found = {name: measure(dtype) for name, dtype in DTYPES.items()}
-    result = {**about(*MEASURES), "tokens_generated": N_TOKENS, "batching": BATCHING, "found": found}
+    result = {**about(), "tokens_generated": N_TOKENS, "batching": BATCHING, "found": found}
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
     print(json.dumps(found, indent=1))

@@ -23,7 +23,6 @@ ANIMALS = ["whale", "dog", "cat", "horse", "eagle", "shark", "lion", "wolf", "be
 # fmt: on
 QUESTIONS = ("What is a {}?", "Where does a {} live?")
 ANSWERS = {"pirate": "Arr, the {} be a fine beast, matey!", "formal": "The {} is an animal, and nothing more is known."}
-MEASURES = ("scripts/evidence/bem_commands.py", "probemon/adapters/bem/course.py", "probemon/adapters/bem/lessons.py")
 COMMANDS = (
     "probemon bem train demo answers.jsonl --out adapter --layers 24-29 --budget 0.1% --epochs 4",
     "probemon bem eval demo adapter others.jsonl",
@@ -63,7 +62,7 @@ def main() -> None:
             print(f"$ {command}\n{done.stdout}", flush=True)
             told.append({"command": command, "output": done.stdout, "seconds": round(time.perf_counter() - begin)})
     path = ROOT / "docs/benchmarks/bem_commands.json"
-    path.write_text(json.dumps({"commands": told, **about(*MEASURES, whole=True)}, indent=1) + "\n")
+    path.write_text(json.dumps({"commands": told, **about()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

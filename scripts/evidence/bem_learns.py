@@ -44,8 +44,6 @@ from probemon.adapters.bem.training import TrainSettings, evaluate, fit, train
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/bem_learns.py", "probemon/adapters/bem")
-
 ROOT = Path(__file__).resolve().parents[2]
 N_CONTENT, N_PREFIX, N_STEPS_OF_TEXT, NOISE = 16, 8, 24, 0.1
 FIRST_PREFIX, FIRST_CONTENT, VOCAB = 3, 20, 40
@@ -519,12 +517,12 @@ def main() -> None:
             found[name] = parts[name]()
             found["measured"][name] = {
                 "cpu_seconds": round(time.process_time() - begin, 1),
-                **about(*MEASURES, whole=True),
+                **about(),
             }
             outcome = found[name] if isinstance(found[name], dict) else {}
             outcome = outcome.get("summary") or outcome.get("over_routed") or outcome
             print(f"{name}: {json.dumps(outcome, indent=1)[:3000]}", file=sys.stderr)
-    found |= about(*MEASURES, whole=set(arguments.only) != set(PARTS))
+    found |= about()
     found.pop("cpu_seconds", None)
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
 

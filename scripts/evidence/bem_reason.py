@@ -39,8 +39,6 @@ from probemon.util.cache_folders import cache_dir
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/bem_reason.py", "scripts/evidence/domains.py", "scripts/evidence/domain_arms.py")
-MEASURES += ("probemon/adapters/bem",)
 ROUTED, OTHERS = "low_rank", ("base", "lora", "lora everywhere", "x-lora")
 PICTURED = "low_rank, token codes"
 CELL, ROW_HEIGHT, LEFT = 42, 7, 86
@@ -147,7 +145,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    made_by = about(*MEASURES, whole=True)  # now: the study outlasts a commit
+    made_by = about()  # now: the study outlasts a commit
     begin, results = time.perf_counter(), Results(arguments.folder)
     found: dict[str, Any] = {
         "what": "WordNet nouns in three domains, on the last layer of SmolLM2-135M-Instruct",

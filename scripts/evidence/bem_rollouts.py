@@ -34,7 +34,6 @@ from probemon.adapters.bem.training import TrainSettings
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/bem_rollouts.py", "scripts/evidence/bem_learns.py", "probemon/adapters/bem")
 ROOT = Path(__file__).resolve().parents[2]
 N_ROLLOUTS, N_NEW, N_WANTED = 8, 7, 8  # of 7 new tokens none begins a chunk, so an answer has one decision
 
@@ -202,7 +201,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.is_file() else {}
     for name in options.only:
         found[name] = bandits(4, 60) if name == "bandit" else writings(options.seeds, 120, found.get(name, {}))
-        made_by = about(*MEASURES, whole=True)  # a part's file may be older than this process
+        made_by = about()  # a part's file may be older than this process
         found[name] |= made_by
         write_text_atomically(options.json, json.dumps({**found, **made_by}, indent=2) + "\n")
 

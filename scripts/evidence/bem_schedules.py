@@ -36,7 +36,6 @@ from probemon.adapters.bem.training import TrainSettings, fit
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/bem_schedules.py", "scripts/evidence/bem_learns.py", "probemon/adapters/bem")
 ROOT = Path(__file__).resolve().parents[2]
 PRICES = (0.0, 1e-3, 1e-1)
 CONFIG = BemConfig(rank=4, width=8, chunk_tokens=4, prefix_tokens=8, level="learned", spectral_cap=None)
@@ -161,7 +160,7 @@ def main() -> None:
             pairs = [(seed, price) for seed in range(options.seeds) for price in PRICES]
             found[name] = [learned_levels(seed, price, options.steps) for seed, price in pairs]
         print(json.dumps(found[name]))
-        write_text_atomically(options.json, json.dumps({**found, **about(*MEASURES, whole=True)}, indent=2) + "\n")
+        write_text_atomically(options.json, json.dumps({**found, **about()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

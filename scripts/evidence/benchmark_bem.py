@@ -42,8 +42,6 @@ from probemon.bundled import load_bundled
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/benchmark_bem.py", "probemon/adapters/bem", "probemon/adapters/routing")
-
 # Rows, tokens, and how often: short ones are noisy.
 GRID, QUICK = ((1, 128, 21), (4, 256, 9), (8, 512, 5), (2, 2048, 5)), ((1, 128, 9), (2, 256, 5))
 TELEMETRY = ", telemetry"  # behind a method's name: with its routing recorded
@@ -108,7 +106,7 @@ def main() -> int:
             "host": "SmolLM2-135M-Instruct, bf16",
         },
         "seconds": round(time.perf_counter() - begin, 1),
-        **about(*MEASURES, whole=True),
+        **about(),
     }
     for name, claim in found["claims"].items():
         print(

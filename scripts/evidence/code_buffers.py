@@ -32,8 +32,6 @@ from probemon.bundled import load_bundled
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/code_buffers.py", "probemon/adapters/bem")
-
 ROUNDS = 31
 
 
@@ -66,7 +64,7 @@ def main() -> None:
                 }
             )
             print(rows[-1])
-    found = {"rows": rows, "n_sites": n_sites, "rank": rank, "rounds": ROUNDS, **about(*MEASURES)}
+    found = {"rows": rows, "n_sites": n_sites, "rank": rank, "rounds": ROUNDS, **about()}
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
 

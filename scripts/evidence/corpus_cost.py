@@ -49,8 +49,6 @@ from probemon.util.files import write_text_atomically
 from provenance import about, commit, machine
 from real_text import bbc
 
-MEASURES = ("scripts/evidence/corpus_cost.py", "probemon/core", "probemon/engine", "probemon/offline", "probes")
-
 BAR_PCT = 5.0
 # How many shapes' code the host's products keep: in oneDNN itself, and in torch's layer over it.
 FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
@@ -90,7 +88,7 @@ def main() -> None:
         found["claim"] = {"what": what, "value_pct": value, "interval_pct": [low, high], "bar_pct": BAR_PCT}
         # None: the interval has the bar in it.
         found["claim"]["holds"] = None if low <= BAR_PCT < high else high <= BAR_PCT
-        found |= about(*MEASURES)
+        found |= about()
     if arguments.part != "times":
         for name, variables in MEMORIES.items():
             found[name] = in_a_process(arguments.tokens, variables) | {"commit": commit()}

@@ -24,7 +24,6 @@ from probemon.core.request_counts import N_NORM_BINS, N_SCORE_BINS, RequestCount
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/drift_simulation.py", "probemon/core/drift_tests.py", "probemon/core/request_counts.py")
 DAY, DAYS = 1000, 1000
 CONCEPTS, SCORED, SITES = 479, 16, 1  # of the pack that comes with probemon: all, those of its base level, its sites
 RATES, REFERENCES = (0.02, 0.05, 0.1, 0.2), (1000, 10_000)
@@ -120,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.perf_counter()
     result = {"data": "random", **figures()}
-    result |= {"seconds": round(time.perf_counter() - begin, 1), **about(*MEASURES)}
+    result |= {"seconds": round(time.perf_counter() - begin, 1), **about()}
     write_text_atomically(options.out, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

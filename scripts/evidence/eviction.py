@@ -35,8 +35,6 @@ from probemon.engine.memory.arena import HALF_LIFE
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/eviction.py", "probemon/engine/memory", "probes")
-
 Trace = list[list[int]]
 MARGINS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of prefetching
 SHARES = (1.1, 1.5, 2.0, 3.0)  # slots, as a multiple of the most that one token needs
@@ -162,7 +160,7 @@ def main() -> None:
             },
         }
         print(name, json.dumps(found["traces"][name], indent=1))
-    write_text_atomically(arguments.out, json.dumps({**found, **about(*MEASURES)}, indent=1) + "\n")
+    write_text_atomically(arguments.out, json.dumps({**found, **about()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

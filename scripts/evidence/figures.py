@@ -1,7 +1,6 @@
 """The tables of the pages in docs/, from the result files; the tests compare them.
 
 python scripts/evidence/figures.py docs/benchmarks/cpu.json          # prints them
-python scripts/evidence/figures.py --stale                           # files older than the code they measure
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import textwrap
 from collections import Counter
 from contextlib import suppress
@@ -20,7 +18,6 @@ from figure_words import JUDGED, reason_of
 from kernel_figures import kernel_resources, kernel_summary
 from memory_figures import memory_overhead, recall_study, recipe_refusals, recipe_traps, recipes
 from operations_figures import operations
-from staleness import stale_files
 
 WORDS = {
     "score_vs_floor": "scoring 64 probes in one call, over reading the same bytes",
@@ -593,17 +590,11 @@ TABLES = {
 
 
 def main() -> None:
-    """Print every table of a result file, or which files are stale."""
+    """Print every table of a result file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("path", nargs="?", type=Path, metavar="FILE", help="such as docs/benchmarks/cpu.json")
-    parser.add_argument("--stale", action="store_true", help="name files older than the code they measure; 1 for any")
     arguments = parser.parse_args()
     path = arguments.path
-    if arguments.stale:
-        stale = dict(stale_files(Path("docs/benchmarks")))
-        for name, changed in stale.items():
-            print(f"{name}: {', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}")
-        sys.exit(1 if stale else 0)
     if path is None or path.name not in TABLES:
         parser.error(f"no table is made from {path}; there are some of {', '.join(sorted(TABLES))}")
     found = json.loads(path.read_text(encoding="utf-8"))

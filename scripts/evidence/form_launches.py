@@ -41,7 +41,6 @@ from probemon.adapters.bem.update import generated_update
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/form_launches.py", "probemon/adapters/bem")
 ROWS = (1, 512)  # a step of generation, and a prompt
 BUDGET_RANK = 8  # of the low-rank update whose trainable numbers the other forms come near to
 OF_FORM: dict[str, dict[str, Any]] = {
@@ -159,7 +158,7 @@ def main() -> None:
                 print(f"{form:12s} {n_rows:4d} rows: {found}")
     found = {"data": "random", "host_launches": {str(n): k for n, k in of_host.items()}, "rows": rows}
     if arguments.json:
-        write_text_atomically(arguments.json, json.dumps(found | about(*MEASURES), indent=1) + "\n")
+        write_text_atomically(arguments.json, json.dumps(found | about(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

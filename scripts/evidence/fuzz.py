@@ -39,22 +39,12 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests/support")]  # the writers of
 import torch
 from tqdm import tqdm
 
-from executed import executed, union
 from fuzzing.case import Room
 from fuzzing.coverage import Edges
 from fuzzing.mutate import write_tree
 from fuzzing.targets import TARGETS
 from probemon.util.files import write_text_atomically
 from provenance import about
-
-MEASURES = (
-    "scripts/evidence/fuzz.py",
-    "probemon/core",
-    "probemon/packs",
-    "probemon/lab/importers",
-    "probemon/cli/terminal.py",
-    "tests/fuzzing",
-)
 
 # Shares of the cases: more of what is quick, and of what all the others stand on.
 SHARES = {
@@ -214,7 +204,6 @@ def run_chunk(target: str, number: int, n: int, seed: int) -> dict[str, Any]:
         "kept": len(corpus) - n_seeds,
         "edges": edges.seen,
         "peak_bytes": _resident() - _begin_bytes[0],
-        "ran": executed(MEASURES),
     }
 
 
@@ -222,7 +211,7 @@ def attacked() -> list[Any]:
     """Modules whose branches guide: those that read, check and write packs and others' files."""
     names = (
         "packs.manifest",
-        "core.strict_json",
+        "util.strict_json",
         "packs.held_file",
         "packs.held_tensors",
         "packs.files",
@@ -287,8 +276,7 @@ def summary(found: list[dict[str, Any]], died: list[dict[str, Any]], seed: int, 
         },
         "seed": seed,
         "seconds": round(seconds, 1),
-        **about(*MEASURES, whole=True),
-        **({} if died else {"measures": union(*(part["ran"] for part in found))}),
+        **about(),
     }
 
 

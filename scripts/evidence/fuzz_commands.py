@@ -38,7 +38,6 @@ from fuzzing.command_runs import TABLE, Runs, judge, kind_of
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/fuzz_commands.py", "probemon/cli", "tests/fuzzing")
 CHUNK = 100
 _runs: list[Runs] = []
 
@@ -156,7 +155,7 @@ def summary(found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         ),
         "slowest_seconds": round(max((part["slowest"] for part in found), default=0.0), 2),
         "seconds": round(seconds, 1),
-        **about(*MEASURES, whole=True),
+        **about(),
     }
 
 

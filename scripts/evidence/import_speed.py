@@ -27,8 +27,6 @@ from probemon.lab.importers.hatcat import import_pack
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/import_speed.py", "probemon/lab/importers", "probemon/packs")
-
 LEVELS = (5, 23, 241, 1283, 2603, 2687, 1158)  # 8,000
 WIDTHS = (128, 64)
 BAR_SECONDS, BAR_BYTES = 120, 512 << 20
@@ -92,7 +90,7 @@ def measure(folder: Path, hidden_size: int) -> dict[str, Any]:
             "bar_bytes": BAR_BYTES,
             "holds": seconds <= BAR_SECONDS and peak <= BAR_BYTES,
         },
-        **about(*MEASURES, whole=True),
+        **about(),
     }
 
 

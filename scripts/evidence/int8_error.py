@@ -17,8 +17,6 @@ from probemon.packs.quantize import quantize
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/int8_error.py", "probemon/packs/quantize.py", "probemon/core/reference.py", "probes")
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,7 +36,7 @@ def main() -> None:
                 **copy.manifest["quality"]["int8"],
             }
         print(pack.name, json.dumps(found[pack.name]))
-    write_text_atomically(arguments.out, json.dumps({"packs": found, **about(*MEASURES)}, indent=1) + "\n")
+    write_text_atomically(arguments.out, json.dumps({"packs": found, **about()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -54,11 +54,6 @@ from probemon.engine.kernels.triton_softmax import softmax_triton
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = (
-    "scripts/evidence/kernel_resources.py", "probemon/engine/kernels/triton_pairs.py",
-    "probemon/engine/kernels/triton_matrix.py", "probemon/engine/kernels/triton_cascade.py",
-    "probemon/engine/kernels/triton_softmax.py", "probemon/adapters/bem/kernels",
-)  # fmt: skip
 HIDDEN = (576, 2560, 4096)
 DTYPES = (torch.bfloat16, torch.float32)
 H1, H2 = 128, 64
@@ -470,7 +465,7 @@ def main() -> None:
     if arguments.json:
         chips = {str(chip): asdict(limits) for chip, limits in CHIPS.items()}
         found = {"ran_on_a_gpu": False, "triton": triton.__version__, "chips": chips, "rows": rows}
-        write_text_atomically(arguments.json, json.dumps(found | about(*MEASURES), indent=1) + "\n")
+        write_text_atomically(arguments.json, json.dumps(found | about(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

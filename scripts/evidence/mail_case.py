@@ -40,13 +40,6 @@ from probemon.util.files import write_text_atomically
 from provenance import about
 from real_text import Text, mails
 
-MEASURES = (
-    "scripts/evidence/mail_case.py",
-    "probemon/core/aggregate.py",
-    "probemon/lab/calibration/calibrate.py",
-    "probemon/core/intervals.py",
-)
-
 SITE, NORM, SEED, FPR = "resid_post.15", "rmsnorm", 0, 0.01
 AGGREGATORS: tuple[Aggregator, ...] = (
     Each(),
@@ -92,7 +85,7 @@ def main() -> None:
         "tokens": {name: int(sum(map(len, part))) for name, part in scored.items()},
         "rows": rows,
         "minutes": round((time.perf_counter() - begin) / 60, 1),
-        **about(*MEASURES),
+        **about(),
     }
     for row in rows:
         print(json.dumps(row))

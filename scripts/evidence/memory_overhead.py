@@ -35,10 +35,6 @@ from probemon.util.files import write_text_atomically
 from provenance import about
 
 FILE = Path(__file__).parents[2] / "docs/benchmarks/memory_overhead.json"
-MEASURES = (
-    "scripts/evidence/memory_overhead.py", "probemon/adapters/routing", "probemon/tracking", "probemon/adapters/ltm",
-    "probemon/host/recurrent",
-)  # fmt: skip
 BAR = 5.0
 N_NEW, N_PROMPT = 24, 16
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -133,7 +129,7 @@ def main() -> None:
                 flush=True,
             )
     found = {"data": "random hosts and prompts", "rounds": options.rounds, "rows": rows}
-    write_text_atomically(options.json, json.dumps({**found, **about(*MEASURES)}, indent=2) + "\n")
+    write_text_atomically(options.json, json.dumps({**found, **about()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

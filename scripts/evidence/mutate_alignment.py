@@ -3,9 +3,8 @@
     python scripts/evidence/mutate_alignment.py --out docs/benchmarks/mutations.json
 
 Each mutation is applied to a copy of the package; the attribution tests must then fail. A mutation that survives
-ends the script with status 1. What FILE says of a mutation is kept while what is measured, the file that it breaks and
-the test that caught it are what they were at the commit that caught it; else that test is asked first. A run that was
-ended goes on where it was.
+ends the script with status 1. The test that caught a mutation before is asked first. A run that was ended goes on where
+it was, at the same commit.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from tqdm import tqdm
 
 from probemon.util.files import write_text_atomically
 from provenance import about, commit
-
-MEASURES = ("scripts/evidence/mutate_alignment.py", "probemon/tracking", "probemon/host")
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
@@ -818,7 +815,7 @@ def main() -> int:
         before_now = {
             what: one
             for file, before, after, what in MUTATIONS
-            if (one := still_caught(caught_before, file, what)) and one["broken"] == digest(before, after)
+            if (one := caught_before.get(what)) and one["commit"] == commit() and one["broken"] == digest(before, after)
         }
         if failed(copy, TESTS, QUICK) or failed(copy, SLOW, COMPILED):
             print("the tests fail without any mutation", file=sys.stderr)
@@ -849,7 +846,7 @@ def main() -> int:
                 "n_mutations": len(caught),
                 "n_caught": sum(bool(one["caught_by"]) for one in caught),
                 "mutations": caught,
-                **about(*MEASURES, whole=True),
+                **about(),
             }
             if arguments.out:  # after each, so that a run that is ended goes on where it was
                 write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")
@@ -860,16 +857,6 @@ def main() -> int:
 def digest(before: str, after: str) -> str:
     """What is broken, and how, in a few characters."""
     return hashlib.sha256(f"{before}\0{after}".encode()).hexdigest()[:12]
-
-
-def still_caught(known: dict[str, dict[str, str]], file: str, what: str) -> dict[str, str] | None:
-    """What is known of a mutation, if nothing has changed since by which that could be another."""
-    one = known.get(what)
-    if one is None or not one.get("commit"):
-        return None
-    test = re.split(r"::| \(", one["caught_by"])[0]
-    changed = ["git", "diff", "--quiet", one["commit"], "--", *MEASURES[1:], f"probemon/{file}", test]
-    return one if subprocess.run(changed, cwd=ROOT, check=False).returncode == 0 else None
 
 
 def first(file: str) -> list[str]:

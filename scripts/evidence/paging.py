@@ -46,10 +46,6 @@ from probemon.util.files import write_text_atomically
 from profile_cascade import Setting, SlowTwin
 from provenance import about
 
-MEASURES = (
-    "scripts/evidence/paging.py", "scripts/cascade_profile/world.py", "probemon/engine", "probemon/tracking",
-    "probemon/packs",
-)  # fmt: skip
 N_PROBES, LIMIT_MB = 12_000, 1100
 N_PROMPT, N_NEW, N_WARM = 32, 160, 8
 TOP = Setting("top_100", (0,), 100)
@@ -95,7 +91,7 @@ def main() -> int:
         "limit_mb": arguments.limit_mb,
         "rounds": arguments.rounds,
         "rows": rows,
-        **about(*MEASURES, whole=True),
+        **about(),
     }
     for row in rows:
         print(json.dumps(row))

@@ -12,17 +12,13 @@ import numpy as np
 import torch
 
 import probemon
-from executed import executed
-from staleness import ALL
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def about(*measures: str, whole: bool = False) -> dict[str, Any]:
-    """What a result file says of itself when all is measured: the definitions that ran of the modules and folders that
-    it measures, which are paths in the repository, the packs, the commit and the machine. `whole`: all definitions
-    count, since some of it ran in another process or was kept from an earlier run.
-    """
-    names = dict.fromkeys(measures, ALL) if whole else executed(measures)
-    return {"measures": names, "commit": commit(), "machine": machine()}
+def about() -> dict[str, Any]:
+    """Return what a result file says of itself: the commit and the machine."""
+    return {"commit": commit(), "machine": machine()}
 
 
 def machine() -> dict[str, Any]:

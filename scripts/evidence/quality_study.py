@@ -46,14 +46,6 @@ from wordnet_pack.generated import generate_texts
 from wordnet_pack.mentions import LABELLED
 from wordnet_pack.passages import DOMAINS, split_of_text
 
-MEASURES = (
-    "scripts/evidence/quality_study.py",
-    "probemon/core",
-    "probemon/engine/cascade.py",
-    "probemon/lab/calibration/expansion.py",
-    "probes",
-)
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 FIXED, RECALLS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7), (0.9, 0.95, 0.99)
@@ -84,7 +76,7 @@ def main() -> None:
         "calibration": {"documents": len(calibrating), "tokens": sum(len(x) for x, _ in calibrating)},
         "top": TOP,
         "minutes": round((time.perf_counter() - begin) / 60, 1),
-        **about(*MEASURES),
+        **about(),
     }
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

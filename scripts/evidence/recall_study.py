@@ -25,7 +25,6 @@ from probemon.util.cache_folders import cache_dir
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/ltm_recall.py", "scripts/evidence/recall_study.py", "probemon/adapters/ltm")
 PARTIAL = cache_dir() / "ltm_recall"
 GAPS = (24, 48, 96, 192, 384)
 N_QUERIES = 1024
@@ -145,7 +144,7 @@ def whole(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "gaps": GAPS,
         "summaries": summaries,
         "rows": rows,
-        **about(*MEASURES, whole=True),
+        **about(),
     }
 
 

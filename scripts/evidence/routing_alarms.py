@@ -26,8 +26,6 @@ from probemon.core.intervals import upper_bound
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/routing_alarms.py", "probemon/adapters/routing")
-
 ROWS, BATCH, CHUNK, RANK = 4, 250, 32, 8  # BATCH: steps made at a time; how a stream is cut changes nothing
 DecisionStream = Iterator[Decisions]
 
@@ -178,7 +176,7 @@ def main() -> None:
             upper_bound(min(n_alarms, n_windows), n_windows)
         ),  # 95 %, of windows of 512 tokens
         "seconds": round(time.perf_counter() - begin, 1),
-        **about(*MEASURES),
+        **about(),
     }
     write_text_atomically(options.out, json.dumps(result, indent=1) + "\n")
 

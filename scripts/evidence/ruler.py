@@ -33,7 +33,6 @@ from provenance import about
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs/benchmarks/ruler.json"
-MEASURES = ("scripts/evidence/ruler.py", "probemon/monitor/lockstep.py", "probemon/monitor/overhead.py")
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 DELAYS_MS = (0.5, 1.0)
 N_TOKENS, N_TIMES, MOST_SECONDS = 12, 3, 60
@@ -115,7 +114,7 @@ def main() -> None:
         for name, manager in managers.items():
             rows.append(row(name, beside(partial(MonitorRun, manager)), None))
         print(json.dumps(rows[-5:], indent=1), flush=True)
-    found = {"width_pct": WIDTH_PCT, "rows": rows, **about(*MEASURES)}
+    found = {"width_pct": WIDTH_PCT, "rows": rows, **about()}
     write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
 
 

@@ -31,7 +31,6 @@ import psutil
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/serving_load.py", "probemon/ops/server", "probemon/monitor", "probemon/tracking")
 PROMPT = "Tell me about whales and the ships that hunted them."
 BARS = {"first_event_seconds": 0.02, "added_share": 0.02, "slowdown_share": 0.03, "growth_bytes": 20 << 20}
 PAGES, DEAF = 45, 5
@@ -240,7 +239,7 @@ def measure(rounds: int, n_tokens: int) -> dict[str, Any]:
         "growth_bytes": growth,
     }
     return {
-        **about(*MEASURES, whole=True),
+        **about(),
         "rounds": rounds,
         "tokens": n_tokens,
         "pages": {"reading": PAGES, "never_reading": DEAF, "kept_events": KEPT_EVENTS, "send_buffer": SEND_BUFFER},

@@ -31,7 +31,6 @@ from probemon.util.files import write_text_atomically
 from provenance import about
 from serving_load import subscribe
 
-MEASURES = ("scripts/evidence/serving_soak.py", "probemon/ops/server", "probemon/monitor", "probemon/tracking")
 N_CLIENTS, N_PAGES, N_DEAF = 16, 50, 5
 MOST_GROWTH_BYTES = 20 << 20
 SHARE_LEAVING = 0.05
@@ -276,7 +275,7 @@ def main() -> None:
         "what ran at SIGTERM is answered": found["sigterm"]["answered"] == found["sigterm"]["asked"]
         and found["sigterm"]["status"] == 128 + signal.SIGTERM,
     }
-    content = {**about(*MEASURES, whole=True), "claims": held, "most_growth_bytes": MOST_GROWTH_BYTES, **found}
+    content = {**about(), "claims": held, "most_growth_bytes": MOST_GROWTH_BYTES, **found}
     write_text_atomically(arguments.out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     for claim, holds in held.items():
         print(f"{'held' if holds else 'MISSED'}: {claim}")

@@ -31,7 +31,6 @@ from probemon.lab.corpora.windows import Reading, shards
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = ("scripts/evidence/setting_costs.py", "probemon/engine")
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 
 
@@ -49,7 +48,7 @@ def main() -> None:
         [(_, tokens, states)] = reader.states(shards(read_documents([{"text": PASSAGE}])))
         trials = [asdict(trial) for trial in try_settings(pack, states)]
         found[name] = {"n_probes": pack.n_probes, "n_tokens": len(tokens), "trials": trials}
-    write_text_atomically(out, json.dumps({"packs": found, **about(*MEASURES)}, indent=1) + "\n")
+    write_text_atomically(out, json.dumps({"packs": found, **about()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,6 @@ from wordnet_pack.passages import ANSWERS, DOMAINS  # noqa: E402
 from wordnet_pack.running import labels_by_distance  # noqa: E402
 from wordnet_pack.shown import STRENGTHS, Seen, rate, share_right, strengths  # noqa: E402
 
-MEASURES = ("scripts/evidence/shown.py", "scripts/wordnet_pack", "probemon/core/familiarity.py", "probes")
-
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 PER_NOUN = (0.7, 1.5)
 PROSE = (*(domain.name for domain in DOMAINS if domain.is_prose), ANSWERS)
@@ -71,7 +69,7 @@ def main() -> int:
     document = {
         "claims": claims,
         "packs": results,
-        **about(*MEASURES, whole=True),
+        **about(),
     }
     write_text_atomically(args.out, json.dumps(document, indent=1) + "\n")
     print(json.dumps(claims, indent=1))

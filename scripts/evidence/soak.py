@@ -29,15 +29,6 @@ from probemon.monitor.sinks import JsonLinesSink
 from probemon.util.files import write_text_atomically
 from provenance import about
 
-MEASURES = (
-    "scripts/evidence/soak.py",
-    "probemon/core",
-    "probemon/engine",
-    "probemon/monitor",
-    "probemon/tracking",
-    "probemon/monitor/sinks.py",
-)
-
 HIDDEN, LAYERS, PROBES, WINDOW = 32, 2, 300, 64
 KEEP = 1000
 FLAT_BYTES = 8 << 20  # what the allocator's pages may add
@@ -165,7 +156,7 @@ def main() -> int:
     found["flat"] = found["growth_of_watching_bytes"] < FLAT_BYTES
     found |= {
         "kept_bytes_per_token": round(found["whole"]["growth_bytes"] / (0.7 * arguments.tokens / 10)),
-        **about(*MEASURES, whole=True),
+        **about(),
     }
     print(json.dumps(found, indent=1))
     if arguments.out:

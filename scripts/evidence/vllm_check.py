@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from probemon.util.files import write_text_atomically
-from provenance import about
-from staleness import ROOT
-from vllm_adapter import MODULES, adapter_sha256
+from provenance import ROOT, about
+from vllm_adapter import adapter_sha256
 
 PARTS = (
     "eager",
@@ -147,7 +146,7 @@ def main() -> None:
         print(f"{'ok  ' if holds(claim) else 'FAIL'} {name}: {claim['value']} ({claim['bar']})")
     if arguments.json is not None:
         result = {
-            **about("scripts/evidence/vllm_parts.py", "scripts/evidence/vllm_compare.py", *MODULES, whole=True),
+            **about(),
             "adapter": adapter_sha256(),
             "vllm": _version(),
             "claims": claims,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from staleness import ROOT
+from provenance import ROOT
 
 WORDS = {
     "tokens_wrong": "rows whose token is another than the output's",

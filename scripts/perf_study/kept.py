@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from probemon.util.files import write_text_atomically
-from staleness import ROOT, definitions
+from provenance import ROOT
 
 
 def code_mark(*measures: str) -> str:
-    """Twelve letters that change with the meaning of a definition in these modules and folders of the repository."""
+    """Return twelve letters that change with these modules and folders of the repository."""
     hashed = hashlib.sha256()
     for measured in measures:
         path = ROOT / measured
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            hashed.update("\n".join(definitions(file.read_text(encoding="utf-8"))).encode())
+            hashed.update(file.read_bytes())
     return hashed.hexdigest()[:12]
 
 

@@ -108,7 +108,7 @@ def test_what_other_code_learned_is_kept_apart(tmp_path, monkeypatch):
         (tmp_path / "bem/train.py").write_text(code)
         return code_mark("bem")
 
-    assert mark("RATE = 0.1\n") == mark("RATE = 0.1  # a rate\n") != mark("RATE = 0.2\n")
+    assert mark("RATE = 0.1\n") == mark("RATE = 0.1\n") != mark("RATE = 0.2\n")
 
 
 def test_the_reason_is_what_others_lose_seed_by_seed_and_the_picture_shows_each_token():

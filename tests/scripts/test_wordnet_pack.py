@@ -1109,7 +1109,7 @@ def test_figures_of_other_packs_are_kept(script, tmp_path):
     script.keep_figures(file, "a", {"x": 2})
     script.keep_figures(file, "b", {"x": 3})
     document = json.loads(file.read_text())
-    assert document["packs"] == {"a": {"x": 2}, "b": {"x": 3}} and document["measures"] and document["commit"]
+    assert document["packs"] == {"a": {"x": 2}, "b": {"x": 3}} and document["commit"] and document["machine"]
 
 
 def test_missing_wordnet_ends_with_status_2_and_one_line(script, tmp_path, capsys, monkeypatch):

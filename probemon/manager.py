@@ -12,13 +12,14 @@ both = DynamicProbeManager([pack_a, pack_b])          # one attach, one result; 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, closest
 from probemon.monitor.breaker import Breaker, Circuit
 from probemon.monitor.budget import Budget, Ladder
 from probemon.monitor.deployment import Deployment
@@ -157,19 +158,6 @@ class DynamicProbeManager(Scorer):
             self.metrics = _exporter_of(self.deployment, self.pack)
         return self.metrics
 
-    def _followed(self, prepare: Callable[[MonitorRun], object] | None) -> Callable[[MonitorRun], object] | None:
-        """Return what prepares the run of a stream, and lets the metrics follow it."""
-        metrics = self._metrics_of_runs()
-        if metrics is None:
-            return prepare
-
-        def both(run: MonitorRun) -> None:
-            run.follow(metrics)
-            if prepare is not None:
-                prepare(run)
-
-        return both
-
     def _on_gap(self) -> str | Callable[[Gap], object]:
         has_rules = self.deployment is not None and self.deployment.content.get("rules")
         return _kept if has_rules else "raise"
@@ -181,33 +169,24 @@ class DynamicProbeManager(Scorer):
         messages: str | Sequence[Mapping[str, str]],
         *,
         include_prompt: bool = False,
-        strict: bool = False,
         max_waiting: int = 64,
         prepare: Callable[[MonitorRun], object] | None = None,
-        routing: bool | RoutingSettings = False,
-        **generate: Any,
+        **options: Any,
     ) -> Iterator[TokenEvent]:
         """Yield tokens with their scores while `model` generates: see `probemon.monitor.stream`.
 
         In a notebook `probemon.monitor.notebook.show(manager.stream(...))` shows them as they come.
-        `generate`: arguments of `model.generate`. `include_prompt`: the prompt's tokens come first, but for those that
-        are in a cache, `past_key_values`. At most `max_waiting` batches of tokens wait for the reader, then the model
-        waits. Leaving the loop stops it. `prepare(run)` is called before it begins, in the thread that
-        generates: for rules and sinks. `routing`: as for `attach`; what memories read is `event.reading`.
+
+        - `options`: those of `attach`, and arguments of `model.generate`. A stream has a thread of its own and watches
+          no other (`one_thread`). With `routing`, what memories read is `event.reading`.
+        - `include_prompt`: the prompt's tokens come first, but for those in a cache that is given, `past_key_values`.
+        - `max_waiting`: so many batches of tokens wait for the reader at most, then the model waits. Leaving the loop
+          stops it.
+        - `prepare(run)`: called before it begins, in the thread that generates: for rules and sinks.
         """
+        run, generate = self._streaming(model, tokenizer, options)
         return stream(
-            self,
-            model,
-            tokenizer,
-            messages,
-            include_prompt=include_prompt,
-            strict=strict,
-            max_waiting=max_waiting,
-            prepare=self._followed(prepare),
-            companion=_recorder(routing),
-            on_gap=self._on_gap(),
-            deployment=self.deployment,
-            **generate,
+            run, model, messages, include_prompt=include_prompt, max_waiting=max_waiting, prepare=prepare, **generate
         )
 
     def stream_async(
@@ -217,27 +196,30 @@ class DynamicProbeManager(Scorer):
         messages: str | Sequence[Mapping[str, str]],
         *,
         include_prompt: bool = False,
-        strict: bool = False,
         max_waiting: int = 64,
         prepare: Callable[[MonitorRun], object] | None = None,
-        routing: bool | RoutingSettings = False,
-        **generate: Any,
+        **options: Any,
     ) -> AsyncIterator[TokenEvent]:
         """Yield the same as `stream`, for `async for`."""
+        run, generate = self._streaming(model, tokenizer, options)
         return stream_async(
-            self,
-            model,
-            tokenizer,
-            messages,
-            include_prompt=include_prompt,
-            strict=strict,
-            max_waiting=max_waiting,
-            prepare=self._followed(prepare),
-            companion=_recorder(routing),
-            on_gap=self._on_gap(),
-            deployment=self.deployment,
-            **generate,
+            run, model, messages, include_prompt=include_prompt, max_waiting=max_waiting, prepare=prepare, **generate
         )
+
+    def _streaming(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tuple[MonitorRun, dict[str, Any]]:
+        """Return the run of a stream, and the arguments of `generate` among its options."""
+        if tokenizer is None:
+            raise ConfigError("stream needs the model's tokenizer to encode the messages")
+        ours = list(inspect.signature(self.attach).parameters)[2:]
+        methods = [getattr(model, name, None) for name in ("generate", "forward")]
+        known = {name for method in methods if callable(method) for name in inspect.signature(method).parameters}
+        for name in options:
+            is_known = name in ours or name in known or hasattr(getattr(model, "generation_config", None), name)
+            if not is_known and (meant := closest(name, [*ours, "include_prompt", "max_waiting", "prepare"])):
+                raise ConfigError(f"neither a stream nor generate() takes {name!r}{meant}")
+        attach = {name: value for name, value in options.items() if name in ours}
+        generate = {name: value for name, value in options.items() if name not in ours}
+        return self.attach(model, tokenizer, **{"one_thread": True, **attach}), generate
 
     def analyze(
         self,

@@ -29,15 +29,11 @@ import torch
 
 from probemon.core.aggregate import Doubles
 from probemon.core.memory_reads import MemoryReads, Reading, with_texts
-from probemon.core.scores import GENERATED, PHASES, Coverage, Gap, Scores
-from probemon.engine.scorer import Scorer
+from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
 from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_forms import check_said
 from probemon.host.chat_template import render
 from probemon.host.text_tokens import ids_of
-from probemon.monitor.companion import Companion
-from probemon.monitor.deployment import Deployment
-from probemon.monitor.failures import Guard
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
 from probemon.monitor.run import MonitorRun
 from probemon.packs.group import AnyPack
@@ -108,17 +104,20 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, Any]]) -> dict[
 
 
 def stream(
-    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
+    run: MonitorRun, model: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
 ) -> Iterator[TokenEvent]:
-    """Yield the events of one sequence; `options`: see `manager.stream`. Raises what `model.generate` raises."""
-    return _events(_Generating(manager, model, tokenizer, messages, **options))
+    """Yield the events of one sequence that `model` generates; a run on it is entered and left meanwhile.
+
+    `options`: see `manager.stream`. Raises what `model.generate` raises.
+    """
+    return _events(_Generating(run, model, messages, **options))
 
 
 def stream_async(
-    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
+    run: MonitorRun, model: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
 ) -> AsyncIterator[TokenEvent]:
     """Yield the same for `async for`, without blocking the event loop; `aclose()`, or a cancelled wait, closes it."""
-    return _async_events(_Generating(manager, model, tokenizer, messages, **options))
+    return _async_events(_Generating(run, model, messages, **options))
 
 
 def _events(generating: _Generating) -> Iterator[TokenEvent]:
@@ -148,43 +147,27 @@ class _Generating:
 
     def __init__(
         self,
-        manager: Scorer,
+        run: MonitorRun,
         model: Any,
-        tokenizer: Any,
         messages: str | Sequence[Mapping[str, Any]],
         *,
         include_prompt: bool = False,
-        strict: bool = False,
         max_waiting: int = 64,
         prepare: Callable[[MonitorRun], object] | None = None,
-        companion: Callable[[Any, Guard], Companion] | None = None,
-        on_gap: str | Callable[[Gap], object] = "raise",
-        deployment: Deployment | None = None,
         **generate: Any,
     ) -> None:
-        if tokenizer is None:
-            raise ConfigError("stream needs the model's tokenizer to encode the messages")
         max_waiting = check_count(
             "max_waiting",
             max_waiting,
             least=1,
             remedy="it counts batches of tokens that wait for the reader, so give 1 or more",
         )
-        self._run = MonitorRun(
-            manager,
-            model,
-            tokenizer,
-            strict=strict,
-            companion=companion,
-            on_gap=on_gap,
-            deployment=deployment,
-            one_thread=True,  # its rules end, its sinks and counts hold, nobody else's generation
-        )
+        self._run = run
         self._run.listen_with_reads(self._put)
         self._prepare = prepare
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {
-            name: value.to(model.device) for name, value in encode(tokenizer, messages).items()
+            name: value.to(model.device) for name, value in encode(run.tokenizer, messages).items()
         } | generate
         if generate.get("num_return_sequences") not in (None, 1):
             raise ConfigError("stream follows one sequence: attach and use run.result for several")

@@ -37,7 +37,6 @@ from probemon.lab.corpora.report import write_report
 from probemon.lab.corpora.windows import Reading, Window
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.sinks import JsonLinesSink, MemorySink, ParquetSink
-from probemon.monitor.stream import stream
 from probemon.packs.edit import subset
 from probemon.packs.hierarchies import propose
 from probemon.util.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
@@ -225,7 +224,7 @@ def env(pack, model, tmp_path_factory):
 
     def streamed(value):
         with suppress(AttributeError, TypeError):  # that is no tokenizer
-            next(iter(stream(manager, model, object(), "text", include_prompt=False, strict=False, max_waiting=value)))
+            next(iter(manager.stream(model, object(), "text", max_waiting=value)))
 
     def analyzed(**settings):
         with suppress(AttributeError):  # there is no tokenizer

@@ -1,6 +1,7 @@
 """Streams beside others on one model: what is asked of one, a rule, a sink or a count, is never asked of another."""
 
 import asyncio
+import inspect
 import logging
 import threading
 from contextlib import nullcontext
@@ -13,7 +14,9 @@ from prometheus_client import CollectorRegistry
 from arrangements import tokenizer
 from conftest import PAD
 from probemon import DynamicProbeManager
-from probemon.errors import ConceptRaised, NotSupportedDecoding
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.monitor.breaker import Breaker
+from probemon.monitor.budget import Budget
 from probemon.monitor.sinks import MemorySink
 from probemon.ops.telemetry.metrics import ProcessMetrics
 
@@ -168,3 +171,22 @@ def test_a_run_that_begins_in_the_middle_of_a_forward_of_another_thread_fails_no
     assert len(late) == 1
     assert failed == [] and len(run.result(out)) == out.shape[1]
     assert len(run.result(generated[0])) == generated[0].shape[1]  # what that thread runs from then on is watched
+
+
+def test_a_stream_takes_what_attach_takes(manager, model):
+    runs, breaker = [], Breaker()
+    options = {"budget": Budget(ms=1e4), "breaker": breaker, "keep_tokens": 4, "callback_errors": "report"}
+    events = list(manager.stream(model, tokenizer(), OTHER, prepare=runs.append, **options, **GREEDY))
+    [run] = runs
+    assert run.budget.rung == "all" and run.breaker is not None
+    assert 4 <= events[-1].result.coverage.seen.sum() < len(events)  # of the others scores were forgotten
+    taken = inspect.signature(manager.attach).parameters
+    assert {*options, "drift", "routing", "on_gap", "strict", "one_thread"} <= taken.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("bugdet", "budget"), ("keep_token", "keep_tokens"), ("prepar", "prepare")]
+)
+def test_an_option_that_is_misspelt_is_our_error(manager, model, name, meant):
+    with pytest.raises(ConfigError, match=rf"neither a stream nor generate\(\) takes '{name}', did you mean '{meant}'"):
+        manager.stream(model, tokenizer(), OTHER, **{name: 5}, **GREEDY)

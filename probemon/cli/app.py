@@ -128,7 +128,11 @@ def _check_arguments() -> None:
     """Raise `ConfigError` for an argument that is not UTF-8, which no file that is written could name."""
     for argument in sys.argv[1:]:
         if not is_unicode(argument):
-            shown = argument.encode("utf-8", "backslashreplace").decode()
+            try:
+                data = os.fsencode(argument)
+            except UnicodeEncodeError:  # not of the bytes of a shell
+                data = argument.encode("utf-8", "backslashreplace")
+            shown = data.decode("utf-8", "backslashreplace")
             raise ConfigError(f"the argument '{shown:.200}' is not UTF-8: write it in UTF-8, or rename its file")
 
 

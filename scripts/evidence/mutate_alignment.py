@@ -54,7 +54,7 @@ FIRST = {
     "host/trials.py": "abilities",
     "host/twin.py": "abilities",
     "host/internals.py": "batching",
-    "monitor/stream.py": "streams_beside",
+    "manager.py": "streams_beside",
     "host/tap.py": "silence",
     "host/compiled.py": "attach",
     "tracking/generation.py": "actions",
@@ -188,9 +188,9 @@ MUTATIONS = [
         "a held streamer shows a token that was not seen",
     ),
     (
-        "monitor/stream.py",
-        "one_thread=True,",
-        "one_thread=False,",
+        "manager.py",
+        '{"one_thread": True, **attach}',
+        '{"one_thread": False, **attach}',
         "a stream gives another generation's tokens, and acts on it",
     ),
     (

@@ -210,12 +210,15 @@ class DynamicProbeManager(Scorer):
         """Return the run of a stream, and the arguments of `generate` among its options."""
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
-        ours = list(inspect.signature(self.attach).parameters)[2:]
+        ours, more = (
+            list(inspect.signature(self.attach).parameters)[2:],
+            list(inspect.signature(self.stream).parameters),
+        )
         methods = [getattr(model, name, None) for name in ("generate", "forward")]
         known = {name for method in methods if callable(method) for name in inspect.signature(method).parameters}
         for name in options:
             is_known = name in ours or name in known or hasattr(getattr(model, "generation_config", None), name)
-            if not is_known and (meant := closest(name, [*ours, "include_prompt", "max_waiting", "prepare"])):
+            if not is_known and (meant := closest(name, [*ours, *more[3:-1]])):
                 raise ConfigError(f"neither a stream nor generate() takes {name!r}{meant}")
         attach = {name: value for name, value in options.items() if name in ours}
         generate = {name: value for name, value in options.items() if name not in ours}

@@ -54,11 +54,12 @@ def given_cache(given: Mapping[str, Any]) -> Any:
 
 
 def filled_cache(output: Any, given: Any) -> Any:
-    """Return the cache in what a decoder returned, a mapping or a tuple; else the one that it was given, which some
-    models fill and do not return.
+    """Return the cache in what a decoder returned, by its name in a mapping or among a tuple; else the one that it was
+    given, which some models fill and do not return.
     """
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-    return next((part for part in parts if isinstance(part, Cache)), given)
+    found = given_cache(output) if isinstance(output, Mapping) else None
+    parts = output if isinstance(output, tuple) else ()
+    return next((part for part in parts if isinstance(part, Cache)), given) if found is None else found
 
 
 def check_layers(cache: Any, model: Any) -> None:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from conftest import EOS, OLDEST, PAD, make_model, make_pack
 from oracle import check
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.host.cache import filled_cache
 from probemon.monitor.sinks import MemorySink
 from probemon.tracking.recording import LAST
 
@@ -614,3 +616,13 @@ def test_a_turn_of_ids_after_one_of_embeddings_is_its_own_output(manager, model)
         out = model.generate(ids, past_key_values=cache, max_new_tokens=2, eos_token_id=None, **GREEDY)
         result = run.result(out)
     check(manager, model, result, 0, out[0].tolist(), 0, [(5, 1), (2, 1)])
+
+
+def test_the_cache_that_a_forward_filled_is_found_by_name_in_a_tuple_or_as_it_was_given():
+    class Own:
+        """A cache of remote code, which is none of transformers' classes."""
+
+    hidden, own, cache = torch.zeros(1, 1, 16), Own(), DynamicCache()
+    assert filled_cache(BaseModelOutputWithPast(hidden, own), None) is own
+    assert filled_cache((hidden, cache), None) is cache and filled_cache((hidden,), own) is own
+    assert filled_cache(BaseModelOutputWithPast(hidden), cache) is cache

@@ -1,4 +1,4 @@
-"""DynamicProbeManager: the one face over all of it.
+"""DynamicProbeManager: the main entry point.
 
 manager = DynamicProbeManager("demo", keep_top_k=30)
 with manager.attach(model, tokenizer) as run:         # every token of generate()
@@ -17,24 +17,17 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError, closest
 from probemon.monitor.breaker import Breaker, Circuit
-from probemon.monitor.budget import Budget, Ladder
-from probemon.monitor.deployment import Deployment
-from probemon.monitor.drift import DriftMonitor
-from probemon.monitor.failures import Guard
-from probemon.monitor.run import MonitorRun
+from probemon.monitor.change import DeploymentFile
+from probemon.monitor.run import MonitorRun, RunOptions
 from probemon.monitor.stream import TokenEvent, stream, stream_async
 
 if TYPE_CHECKING:
-    from probemon.adapters.routing.recorder import RoutingRecorder
-    from probemon.adapters.routing.settings import RoutingSettings
     from probemon.lab.corpora.analysis_folder import Analysis
     from probemon.lab.corpora.documents import Source
     from probemon.lab.training.collect import Collected
-    from probemon.ops.telemetry.metrics import ProcessMetrics
 
 _OF_THE_MACHINE = {"device", "impl", "arena_bytes", "cache_bytes", "prefetch", "strategy", "late"}
 
@@ -68,8 +61,7 @@ class DynamicProbeManager(Scorer):
     and its share by size of the rest. Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
-    deployment: Deployment | None = None
-    metrics: ProcessMetrics | None = None  # which follow its runs
+    deployment: DeploymentFile | None = None
 
     @classmethod
     def from_deployment(cls, path: str | os.PathLike[str], **settings: Any) -> DynamicProbeManager:
@@ -84,6 +76,8 @@ class DynamicProbeManager(Scorer):
         our hooks did not see is no error: each rule's `on_blind` says what follows. Raises `DeploymentError` with the
         line of what is wrong, `PackError`.
         """
+        from probemon.monitor.deployment import Deployment
+
         deployment = Deployment.read(os.fspath(path))
         for name in settings:
             if name not in _OF_THE_MACHINE:
@@ -95,14 +89,13 @@ class DynamicProbeManager(Scorer):
         manager.hold_to(deployment)
         return manager
 
-    def hold_to(self, deployment: Deployment) -> None:
+    def hold_to(self, deployment: DeploymentFile) -> None:
         """Let the rules, sinks and metrics of a deployment, whose packs and settings these are, hold in every run.
 
         Raises `DeploymentError`; `ConfigError` where its metrics cannot be shown.
         """
         deployment.rules(self.pack)  # what is wrong with them shows now
-        deployment.opentelemetry()  # what it needs is installed
-        self.metrics = _exporter_of(deployment, self.pack)
+        deployment.followers(self.pack, ())  # and what is not installed; metrics are shown from now on
         self.deployment = deployment
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,52 +108,27 @@ class DynamicProbeManager(Scorer):
         self,
         model: Any,
         tokenizer: Any = None,
+        followers: Sequence[Any] = (),
         *,
         strict: bool = False,
-        on_gap: str | Callable[[Gap], object] | None = None,
+        on_gap: str | None = None,
         callback_errors: str = "raise",
         keep_tokens: int | None = None,
         one_thread: bool = False,
-        routing: bool | RoutingSettings = False,
-        budget: Budget | Ladder | None = None,
         breaker: Breaker | Circuit | None = None,
-        drift: DriftMonitor | None = None,
     ) -> MonitorRun:
-        """Return a context manager that watches an unchanged Hugging Face model: see `MonitorRun` for the options.
+        """Return a context manager that watches an unchanged Hugging Face model.
 
-        `on_gap`: None is "raise", but for a manager `from_deployment` whose rules say what follows.
+        `followers`: what hears the run, in order: budget, drift, routing, metrics, sinks, your own `Follower`
+        (`probemon.monitor.followers`), or a callable that takes `(placed, scores)` of each batch of tokens.
 
-        `routing`: True, or its settings, to watch the routers of the model beside the probes (`run.routing`, see
-        `probemon.adapters.routing.monitor`).
+        The other options are those of `RunOptions`. `on_gap`: None is "raise", but "report" for a manager
+        `from_deployment` whose rules say what follows.
         """
-
-        run = MonitorRun(
-            self,
-            model,
-            tokenizer,
-            strict=strict,
-            on_gap=self._on_gap() if on_gap is None else on_gap,
-            callback_errors=callback_errors,
-            keep_tokens=keep_tokens,
-            one_thread=one_thread,
-            companion=_recorder(routing),
-            deployment=self.deployment,
-            budget=budget,
-            breaker=breaker,
-            drift=drift,
-        )
-        if (metrics := self._metrics_of_runs()) is not None:
-            run.follow(metrics)
-        return run
-
-    def _metrics_of_runs(self) -> ProcessMetrics | None:
-        if self.metrics is None and self.deployment is not None:
-            self.metrics = _exporter_of(self.deployment, self.pack)
-        return self.metrics
-
-    def _on_gap(self) -> str | Callable[[Gap], object]:
-        has_rules = self.deployment is not None and self.deployment.content.get("rules")
-        return _kept if has_rules else "raise"
+        if on_gap is None:
+            on_gap = "report" if self.deployment is not None and self.deployment.says_what_follows else "raise"
+        options = RunOptions(strict, on_gap, callback_errors, keep_tokens, one_thread, breaker)
+        return MonitorRun(self, model, tokenizer, followers, options, self.deployment)
 
     def stream(
         self,
@@ -178,7 +146,7 @@ class DynamicProbeManager(Scorer):
         In a notebook `probemon.monitor.notebook.show(manager.stream(...))` shows them as they come.
 
         - `options`: those of `attach`, and arguments of `model.generate`. A stream has a thread of its own and watches
-          no other (`one_thread`). With `routing`, what memories read is `event.reading`.
+          no other (`one_thread`). With a `Routing` among the followers, what memories read is `event.reading`.
         - `include_prompt`: the prompt's tokens come first, but for those in a cache that is given, `past_key_values`.
         - `max_waiting`: so many batches of tokens wait for the reader at most, then the model waits. Leaving the loop
           stops it.
@@ -259,29 +227,3 @@ class DynamicProbeManager(Scorer):
         from probemon.lab.training.collect import collect
 
         return collect(model, tokenizer, data, out, sites=self.pack.sites if sites is None else sites, **settings)
-
-
-def _exporter_of(deployment: Deployment, pack: Any) -> ProcessMetrics | None:
-    metrics = deployment.metrics(pack)
-    if metrics is None:
-        return None
-    from probemon.ops.telemetry.exporters import exporter
-
-    return exporter(**metrics)
-
-
-def _kept(gap: Gap) -> None:
-    """Do nothing: what was not seen is in `run.gaps`."""
-
-
-def _recorder(routing: bool | RoutingSettings) -> Callable[[Any, Guard], RoutingRecorder] | None:
-    """Return what makes the recorder of a run's routing; None for no routing."""
-    if not routing:
-        return None
-
-    def make(host: Any, guard: Guard) -> RoutingRecorder:
-        from probemon.adapters.routing.recorder import RoutingRecorder
-
-        return RoutingRecorder(host, None if routing is True else routing, guard)
-
-    return make

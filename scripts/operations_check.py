@@ -183,7 +183,7 @@ def _ladder(folder: Path) -> tuple[int | None, int | None, float]:
 
     model, rungs, slow = make_model(), list[str](), True
     pack = make_pack(folder / "pack", model)
-    with DynamicProbeManager(pack, audit_rate=0.1).attach(model, budget=Budget(ms=3.0)) as run:
+    with DynamicProbeManager(pack, audit_rate=0.1).attach(model, followers=[Budget(ms=3.0)]) as run:
 
         def step(placed: Any, scores: Any) -> None:
             covered = scores.coverage
@@ -191,11 +191,11 @@ def _ladder(folder: Path) -> tuple[int | None, int | None, float]:
                 total = covered.active[i] + covered.dropped[i] + covered.not_reached[i]
                 assert total == (0 if unseen else pack.n_probes) and covered.shed[i] <= covered.not_reached[i]
             if placed.columns[0] >= _PROMPT:
-                rungs.append(run.budget.rung)
+                rungs.append(run.watching.rung_name)
             if slow:
                 time.sleep(0.03)
 
-        run.listen(step)
+        run.follow(step)
         for slow in (True, False):
             if not slow:
                 down = rungs.index("off") if "off" in rungs else None

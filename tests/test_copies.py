@@ -14,9 +14,9 @@ import torch
 from conftest import HIDDEN, make_model, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, PackError, SinkFailed
-from probemon.monitor.delivery import Delivery
 from probemon.packs.edit import merge
 from probemon.packs.quantize import quantize
+from started import started
 
 STATES = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(3))
 MODES = {
@@ -106,7 +106,7 @@ def test_a_sink_of_the_parent_says_so_in_the_child():
         def close(self):
             pass
 
-    delivery = Delivery(Idle(), ["c0"])
+    delivery = started(Idle())
 
     def child():
         delivery.close(0.1)

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probemon.cli.terminal import say, terminal
@@ -23,7 +22,6 @@ from probemon.host.loading import check_is_no_pack, load_model, slow_number
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
-    from probemon.monitor.deployment import Deployment
     from probemon.packs.group import AnyPack
 
 COMPILES = "compiling code for this processor, as at every first start: about half a minute"
@@ -102,25 +100,11 @@ def pack_for(model: str, pack: str | None) -> str:
     return "demo" if pack is None else pack
 
 
-def open_deployment(
-    path: Path, packs: object = None, alert_set: str | None = None, audit_rate: float = 0.0
-) -> tuple[Deployment, AnyPack]:
-    """Read a deployment and open its packs, once; what is wrong with it shows before a model is loaded.
-
-    The other arguments are those of a command, which a deployment says already. Raises `ConfigError`,
-    `DeploymentError`, `PackError`.
-    """
-    from probemon.monitor.deployment import Deployment
-    from probemon.monitor.deployment_cost import cost_of
-
+def check_beside_file(packs: object, alert_set: str | None = None, audit_rate: float = 0.0) -> None:
+    """Raise `ConfigError` where an argument is given that a deployment says already."""
     for name, given in (("PACK", packs), ("--alert-set", alert_set), ("--audit-rate", audit_rate)):
         if given:
             raise ConfigError(f"{name} is for the deployment file to say: leave it out, or --deployment")
-    deployment = Deployment.read(path)
-    pack = deployment.open_packs()
-    cost_of(deployment, pack)  # its settings and rules fit the packs
-    deployment.check_parts(pack)
-    return deployment, pack
 
 
 def use_threads(threads: int) -> None:

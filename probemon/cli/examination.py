@@ -33,7 +33,8 @@ from probemon.host.model import find_layers, unwrap
 from probemon.host.tap import Tap
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.canary import MOST_DIFFERENCE, Canary
-from probemon.monitor.health import FAILED, OK, WARNING, Check, Health
+from probemon.monitor.check import FAILED, OK, WARNING, Check
+from probemon.monitor.health import Health
 from probemon.packs.group import AnyPack, PackGroup, join_packs, open_one
 from probemon.packs.pack import ProbePack
 from probemon.util.cache_folders import REMEDY, is_temporary

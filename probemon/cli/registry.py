@@ -51,3 +51,10 @@ def registered() -> Iterator[Command]:
     yield from COMMANDS
     for wing in WINGS:
         yield from import_module(f"probemon.{wing}.cli").COMMANDS
+
+
+def followers_of_view(model: Any) -> list[Any]:
+    """Return what the wings show of a model alongside concepts, as followers of its run: their `followers_of_view`."""
+    modules = [import_module(f"probemon.{wing}.cli") for wing in WINGS]
+    of_view = [module.followers_of_view for module in modules if hasattr(module, "followers_of_view")]
+    return [follower for followers in of_view for follower in followers(model)]

@@ -15,11 +15,11 @@ import typer
 
 from probemon.cli.common import (
     chat_messages,
+    check_beside_file,
     check_fits,
     check_generation,
     load_aloud,
     make_manager,
-    open_deployment,
     pack_for,
     sampling_arguments,
     use_threads,
@@ -51,6 +51,7 @@ from probemon.cli.options import (
     Threads,
     TopP,
 )
+from probemon.cli.registry import followers_of_view
 from probemon.cli.signals import on_interrupt
 from probemon.cli.terminal import answer, terminal
 from probemon.util.counted import counted
@@ -108,17 +109,17 @@ def watch(
     check_device(device)
     use_threads(threads)
     # First: it takes milliseconds, the model seconds.
-    stated, settings = None, dict[str, Any](audit_rate=audit_rate)
     if deployment is not None:
-        stated, opened = open_deployment(deployment, pack or more_packs, alert_set, audit_rate)
-        settings = stated.settings
+        from probemon.manager import DynamicProbeManager
+
+        check_beside_file(pack or more_packs, alert_set, audit_rate)
+        manager = DynamicProbeManager.from_deployment(deployment, device=device)
+        opened = manager.pack
     else:
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
+        manager = make_manager(opened, device=device, audit_rate=audit_rate)
     above = shown_above(opened, concept or (), min_strength)
     watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
-    manager = make_manager(opened, device=device, **settings)
-    if stated is not None:
-        manager.hold_to(stated)
     check_watched(manager, concept or ())
     host, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.live_view import LiveView, PlainView, summary
@@ -137,10 +138,8 @@ def watch(
     else:
         view = LiveView(console, title=title, above=above)
     _seed(seed)
-    from probemon.adapters.routing.slot_memories import slot_memories
-
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
-    generate["routing"] = bool(slot_memories(unwrap(host)))  # what a memory reads is shown beside the concepts
+    generate["followers"] = followers_of_view(host)
     with view, on_interrupt(watching.interrupt):
         for event in manager.stream(host, tokenizer, messages, **generate):
             view.show(event)

@@ -28,7 +28,6 @@ from probemon.util.files import why_not_writable
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
-    from probemon.monitor.delivery import Delivery
     from probemon.monitor.health import Health
     from probemon.monitor.run import MonitorRun
 
@@ -56,7 +55,7 @@ class Watching(Follower):
         self.interrupted = False
         self.events: Sequence[Event] = ()  # of all rules, those of a deployment among them
         self.rules, self._sink = rules, sink
-        self._delivery: Delivery | None = None
+        self._delivery: Any = None  # the `Delivery` of the sink
         self._run: MonitorRun | None = None
 
     def prepare(self, run: MonitorRun) -> None:
@@ -74,8 +73,8 @@ class Watching(Follower):
         for rule in self.rules:
             run.on(rule.probe, above=rule.above, aggregate=rule.aggregator, action=stop)
         if self._sink is not None:
-            self._delivery = run.add_sink(self._sink)
-        run.listen(stop_if_interrupted)
+            self._delivery = run.follow(self._sink)
+        run.follow(stop_if_interrupted)
         run.follow(self)
 
     def stopped(self, event: Event) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from probemon.monitor.health import FAILED, OK, Check
+from probemon.monitor.check import FAILED, OK, Check
 from probemon.util.checks import check_count, check_number
 
 CLOSED, HALF_OPEN, OPEN = "closed", "half-open", "open"

@@ -26,7 +26,7 @@ from probemon.errors import Blind
 from probemon.host.model import find_layers, site_module, unwrap
 from probemon.host.tap import Tap
 from probemon.monitor.health import Health
-from probemon.monitor.run import MonitorRun
+from probemon.monitor.run import MonitorRun, RunOptions
 
 MOST_DIFFERENCE = 1e-3  # of a score: kernels of a GPU may add up in another order
 _TEXT = "The canary sings of ships and whales."
@@ -58,7 +58,7 @@ class Canary:
     def sing(self) -> Song:
         """Generate, watched. Raises `Blind`."""
         try:
-            with MonitorRun(self._manager, self._model, self._tokenizer, one_thread=True) as run:
+            with MonitorRun(self._manager, self._model, self._tokenizer, options=RunOptions(one_thread=True)) as run:
                 out = self._generate()
             result = run.result(out)
         except Exception as error:

@@ -11,15 +11,57 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError, closest
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.watches import Watches
+from probemon.packs.group import AnyPack
 from probemon.util.checks import check_mappings
+
+
+class DeploymentFile(Protocol):
+    """A file that says what is watched and what follows, as `probemon.ops.deployment` reads it: the seam by which a run
+    holds to one.
+    """
+
+    sha256: str
+    name: str
+    content: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: str | Path) -> DeploymentFile:
+        """Read another one."""
+
+    @property
+    def names_host(self) -> bool:
+        """Whether it says which model it is for."""
+
+    @property
+    def says_what_follows(self) -> bool:
+        """Whether it has rules, which say what follows at a token that was not seen."""
+
+    @property
+    def breaker(self) -> Any:
+        """Return when errors of scoring pause it, None where it does not say."""
+
+    def check_host(self, pack: AnyPack, model: Any) -> None:
+        """Raise `HostMismatch` where a model is not the one that it names."""
+
+    def followers(self, pack: AnyPack, given: Sequence[Any]) -> list[Any]:
+        """Return what hears a run by it, beside what the run is `given`."""
+
+    def rules(self, pack: AnyPack) -> list[Rule]:
+        """Return its rules."""
+
+    def changed_by(self, newer: Any, manager: Scorer) -> tuple[list[Rule], list[str], list[str]]:
+        """Check a newer file; return its rules, what is always on, and what is excluded."""
+
+    def check_exclude(self, manager: Scorer, exclude: Wanted) -> None:
+        """Raise `ConfigError` where it counts a concept by name that is to be excluded."""
+
 
 _OF_A_RULE = [name for name in inspect.signature(make_rules).parameters if name != "pack"]
 
@@ -28,7 +70,7 @@ _OF_A_RULE = [name for name in inspect.signature(make_rules).parameters if name 
 class Change:
     """None of a part leaves it as it is. `of_file`: the rules of `deployment`."""
 
-    deployment: Deployment | None
+    deployment: DeploymentFile | None
     of_file: Sequence[Rule] | None
     rules: Sequence[Rule] | None
     always_on: Wanted | None
@@ -38,8 +80,8 @@ class Change:
     def of(
         cls,
         manager: Scorer,
-        before: Deployment | None,
-        deployment: str | Path | Deployment | None,
+        before: DeploymentFile | None,
+        deployment: str | Path | DeploymentFile | None,
         rules: Sequence[Mapping[str, Any]] | None,
         always_on: Wanted | None,
         exclude: Wanted | None,
@@ -52,20 +94,15 @@ class Change:
             if own is None and always_on is None and exclude is None:
                 raise ConfigError("nothing is to change: give a deployment, rules, always_on or exclude")
             if before is not None and exclude is not None:
-                _check_counted(manager, before, exclude)
+                before.check_exclude(manager, exclude)
             return cls(None, None, own, always_on, exclude)
         if always_on is not None or exclude is not None:
             raise ConfigError("a deployment says what is always_on and excluded: give the one or the other")
         if before is None:
             raise ConfigError("this run began without a deployment: make its manager by from_deployment")
-        newer = deployment if isinstance(deployment, Deployment) else Deployment.read(deployment)
-        before.check_only_rules_differ(newer)
-        newer.metrics(manager.pack)  # what is counted may be excluded now
-        filed = newer.rules(manager.pack)
-        named: list[list[str]] = [newer.content.get(name, []) for name in ("always_on", "exclude")]
-        with newer.errors_of_settings():
-            manager.plan_with([rule.probe for rule in filed], exclude=named[1], always_on=named[0])
-        return cls(newer, filed, own, *named)
+        newer = type(before).read(deployment) if isinstance(deployment, (str, Path)) else deployment
+        filed, on, off = before.changed_by(newer, manager)
+        return cls(newer, filed, own, on, off)
 
     @property
     def new_rules(self) -> tuple[Rule, ...]:
@@ -81,19 +118,6 @@ class Change:
             exclude=self.exclude,
             deployment=None if self.deployment is None else self.deployment.sha256,
         )
-
-
-def _check_counted(manager: Scorer, deployment: Deployment, exclude: Wanted) -> None:
-    """Raise `ConfigError` where the metrics of a deployment count a concept by name that is to be excluded."""
-    metrics, watched = deployment.metrics(manager.pack), manager.plan_with((), exclude=exclude).watched
-    if metrics is None or watched is None:
-        return
-    for concept in metrics["concepts"]:
-        if not watched[manager.pack.find(concept)]:
-            raise ConfigError(
-                f"exclude leaves out {concept!r:.80}, which metrics of {deployment.name} count, so that its count would"
-                " stay where it is: watch it, or do not count it"
-            )
 
 
 def _made(manager: Scorer, rule: Mapping[str, Any]) -> list[Rule]:

@@ -1,6 +1,9 @@
 """Delivery: batches to a sink from a thread of its own, so that a slow sink never slows the step.
 
-delivery = Delivery(JsonLinesSink("scores.jsonl"), concepts=[c["id"] for c in pack.concepts])
+with manager.attach(model, tokenizer, followers=[Delivery(JsonLinesSink("scores.jsonl"), max_batches=64)]) as run: ...
+
+delivery = Delivery(sink)
+delivery.start(concepts=[c["id"] for c in pack.concepts])
 delivery.put(batch)                        # never waits, never raises for the sink's faults
 delivery.close(timeout_seconds=30.0)       # delivers what is queued, closes the sink
 delivery.stats()                           # SinkStats(n_written, n_dropped, n_queued, error), in tokens
@@ -8,16 +11,25 @@ delivery.stats()                           # SinkStats(n_written, n_dropped, n_q
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from probemon.core.scores import TokenBatch
-from probemon.errors import SinkFailed
+from probemon.core.scores import Scores, TokenBatch
+from probemon.errors import ConfigError, SinkFailed
+from probemon.monitor.failures import as_exception
+from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.sinks import Sink
 from probemon.util.checks import check_count
+
+if TYPE_CHECKING:
+    from probemon.monitor.run import MonitorRun
+
+LOG = logging.getLogger("probemon")
 
 
 @dataclass(frozen=True)
@@ -34,16 +46,21 @@ class SinkStats:
     error: BaseException | None
 
 
-class Delivery:
-    """Delivers batches to one sink from a thread of its own.
+class Delivery(Follower):
+    """Delivers batches of one run to one sink from a thread of its own. A sink that is given to a run as it is has one.
 
     Any thread may call `put`; the order of each is kept. At most `max_batches` wait, the one in the sink's hands
     included; what finds no room is dropped and counted. An error of the sink closes it: `stats().error` keeps the
     error, and everything after it counts as dropped.
     """
 
-    def __init__(self, sink: Sink, concepts: Sequence[str], max_batches: int = 1024) -> None:
-        self._sink, self._concepts = sink, list(concepts)
+    kind = "a sink"
+
+    def __init__(self, sink: Sink, *, max_batches: int = 1024) -> None:
+        if not is_sink(sink):
+            raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.monitor.sinks")
+        self.sink = self._sink = sink
+        self._concepts: list[str] = []
         self._max_batches = check_count("max_batches", max_batches, least=1)
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[TokenBatch] = deque()
@@ -51,8 +68,33 @@ class Delivery:
         self._error: BaseException | None = None
         self._closing = self._over = False  # over: the sink is closed, or was given up
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._deliver, name=f"probemon {type(sink).__name__}", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    def start(self, concepts: Sequence[str]) -> None:
+        """Open the sink, which is told the ids of the pack's `concepts`, in a thread of its own."""
+        self._concepts, self._process = list(concepts), os.getpid()
+        self._thread = threading.Thread(target=self._deliver, name=f"probemon {type(self._sink).__name__}", daemon=True)
         self._thread.start()
+
+    def began(self, run: MonitorRun) -> None:
+        """Start with a run."""
+        if self._thread is not None:
+            raise ConfigError(f"this {type(self._sink).__name__} was added before: a sink receives one run, once")
+        self.start([concept["id"] for concept in run.manager.pack.concepts])
+
+    def scored(self, batch: Batch, scores: Scores) -> None:
+        """Queue a batch."""
+        self.put(batch.as_tokens(scores))
+
+    def finish(self, failed: bool) -> None:
+        """Deliver what is queued and close the sink. Raises what ended it."""
+        self.close()
+        stats = self.stats()
+        if stats.error is not None:
+            raise as_exception(stats.error)
+        if stats.n_dropped:
+            n_tokens = stats.n_written + stats.n_dropped
+            LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, n_tokens)
 
     def put(self, batch: TokenBatch) -> None:
         """Queue a batch, or count it as dropped; returns at once."""
@@ -73,7 +115,7 @@ class Delivery:
         """
         self._check_process()
         with self._changed:
-            if os.getpid() != self._process:
+            if os.getpid() != self._process or self._thread is None:
                 return
             self._closing = True
             self._changed.notify_all()
@@ -141,3 +183,8 @@ class Delivery:
             self._n_dropped += self._n_queued
             self._n_queued = 0
             self._queue.clear()
+
+
+def is_sink(given: Any) -> bool:
+    """Whether something has the three methods of a sink."""
+    return all(callable(getattr(given, name, None)) for name in ("open", "write", "close"))

@@ -3,7 +3,7 @@
     deployment = Deployment.read("watch.yaml")             # DeploymentError, with the line of what is wrong
     pack = deployment.open_packs()                         # each is the very pack that the file pins
     deployment.settings, deployment.rules(pack)            # of a manager; of its runs
-    deployment.begin(run)                                  # in a run that has begun: rules, sinks, telemetry
+    deployment.followers(pack)                             # what hears its runs: budget, metrics, events, sinks
     deployment.sha256                                      # of what it says: spaces, comments and order do not count
 
 The format is in docs/deployment.md, its JSON Schema beside this file. `DynamicProbeManager.from_deployment` does all of
@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from probemon.core.concept_names import MOST_NAMED
+from probemon.core.concept_names import MOST_NAMED, Wanted
+from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
@@ -39,9 +40,6 @@ from probemon.packs.pack import ProbePack
 from probemon.util.checks import check_path
 from probemon.util.strict_json import loads, no_constant
 from probemon.util.yaml_text import YamlText, read_yaml
-
-if TYPE_CHECKING:
-    from probemon.monitor.run import MonitorRun
 
 SCHEMA = Path(__file__).with_name("deployment.schema.json")
 _MAX_BYTES = 1 << 20
@@ -62,9 +60,11 @@ class Deployment:
         canonical = json.dumps(self.content, sort_keys=True, separators=(",", ":"))
         self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
         self._rules: tuple[AnyPack, list[Rule]] | None = None
+        self._exporter: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_rules": None}  # a copy makes its own of its pack: judges hold connections
+        # A copy makes its own of its pack: judges hold connections. A worker that scores corpora listens at no port.
+        return {**vars(self), "_rules": None, "_exporter": None}
 
     @classmethod
     def read(cls, path: str | Path) -> Deployment:
@@ -243,13 +243,57 @@ class Deployment:
         self.opentelemetry()
         _ = self.budget, self.breaker
 
-    def begin(self, run: MonitorRun) -> None:
-        """Set the rules of a run that has begun, add its sinks and what follows it. Raises `DeploymentError`."""
-        run.hold_to(self, self.rules(run.manager.pack))
-        for sink in self.sinks():
-            run.add_sink(sink)
-        if (events := self.opentelemetry()) is not None:
-            run.follow(events)
+    def followers(self, pack: AnyPack, given: Sequence[Any] = ()) -> list[Any]:
+        """Return what hears a run by this file, made anew: its budget, where none is among those that are `given`, its
+        metrics, OpenTelemetry's events and sinks. Raises `DeploymentError`.
+        """
+        budget = None if any(isinstance(one, Budget) for one in given) else self.budget
+        events = self.opentelemetry()
+        return [one for one in (budget, self.exporter(pack), events, *self.sinks()) if one is not None]
+
+    def exporter(self, pack: AnyPack) -> Any:
+        """Return what shows its metrics to Prometheus, begun once, None where it states none. Raises `DeploymentError`,
+        `ConfigError` where it cannot listen.
+        """
+        if self._exporter is None and (stated := self.metrics(pack)) is not None:
+            from probemon.ops.telemetry.exporters import exporter
+
+            self._exporter = exporter(**stated)
+        return self._exporter
+
+    @property
+    def names_host(self) -> bool:
+        """Whether it says which model it is for."""
+        return "host" in self.content
+
+    @property
+    def says_what_follows(self) -> bool:
+        """Whether it has rules, which say what follows at a token that was not seen."""
+        return bool(self.content.get("rules"))
+
+    def changed_by(self, newer: Deployment, manager: Scorer) -> tuple[list[Rule], list[str], list[str]]:
+        """Check a newer file, which may change its rules and what is watched; return its rules, what is always on, and
+        what is excluded. Raises `DeploymentError`.
+        """
+        self.check_only_rules_differ(newer)
+        newer.metrics(manager.pack)  # what is counted may be excluded now
+        rules = newer.rules(manager.pack)
+        on, off = (list(newer.content.get(name, [])) for name in ("always_on", "exclude"))
+        with newer.errors_of_settings():
+            manager.plan_with([rule.probe for rule in rules], exclude=off, always_on=on)
+        return rules, on, off
+
+    def check_exclude(self, manager: Scorer, exclude: Wanted) -> None:
+        """Raise `ConfigError` where its metrics count a concept by name that is to be excluded."""
+        metrics, watched = self.metrics(manager.pack), manager.plan_with((), exclude=exclude).watched
+        if metrics is None or watched is None:
+            return
+        for concept in metrics["concepts"]:
+            if not watched[manager.pack.find(concept)]:
+                raise ConfigError(
+                    f"exclude leaves out {concept!r:.80}, which metrics of {self.name} count, so that its count would"
+                    " stay where it is: watch it, or do not count it"
+                )
 
     def check_only_rules_differ(self, newer: Deployment) -> None:
         """Raise `DeploymentError` where a newer file changes more than what can change while a model generates."""

@@ -2,7 +2,7 @@
 
     drift = DriftMonitor(manager)                           # the reference that the manager's pack holds, if any
     drift = DriftMonitor(manager, "reference.json")         # or one of this deployment's own requests
-    with manager.attach(model, tokenizer, drift=drift) as run: ...       # of as many runs as there are
+    with manager.attach(model, tokenizer, followers=[drift]) as run: ...     # of as many runs as there are
     drift.alarms, drift.counts(), drift.report()
     drift.freeze("reference.json")                          # what was counted so far, as a reference
 
@@ -18,10 +18,10 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,12 +34,15 @@ from probemon.engine.scorer import Plan, Scorer
 from probemon.errors import CalibrationError, ConfigError
 from probemon.host.changes import HostMark
 from probemon.host.identity import HostIdentities, changed
+from probemon.monitor.check import OK, WARNING, Check
 from probemon.monitor.drift_requests import RunRequests
-from probemon.monitor.failures import Guard
-from probemon.monitor.health import OK, WARNING, Check
+from probemon.monitor.followers import Follower
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import PROBES
 from probemon.util.checks import check_callable
+
+if TYPE_CHECKING:
+    from probemon.monitor.run import MonitorRun
 
 LOG = logging.getLogger("probemon")
 HOST = "host"
@@ -72,7 +75,7 @@ class DriftAlarm:
         return f"{self.kind}: {self.sentence}"
 
 
-class DriftMonitor:
+class DriftMonitor(Follower):
     """`manager`: whose runs are watched. `reference`: a `DriftReference`, or its file; None for that of the pack.
 
     Without any reference it only counts, for `freeze`, and the health of its runs says so. Threads and runs may share
@@ -98,7 +101,7 @@ class DriftMonitor:
         own &= wanted
         self._n_concepts = int(wanted.sum())
         self.probes: Ints = np.flatnonzero(own)
-        self.scored: Ints = np.flatnonzero(plan.always)
+        self.scored_probes: Ints = np.flatnonzero(plan.always)
         self.sites: tuple[str, ...] = tuple(pack.sites)
         self._plan = plan
         self.alert = pack.alert_threshold.numpy().copy()
@@ -206,10 +209,10 @@ class DriftMonitor:
                 " 1,000 a doubled rate of one in five is found, with 10,000 one of one in ten"
             )
         places = {probe: place for place, probe in enumerate(self.probes.tolist())}
-        scored = [at for at, probe in enumerate(self.scored.tolist()) if probe in places]
+        scored = [at for at, probe in enumerate(self.scored_probes.tolist()) if probe in places]
         frozen = DriftReference(
             tuple(self._concepts[probe]["id"] for probe in self.probes.tolist()),
-            np.asarray([places[int(self.scored[at])] for at in scored], dtype=np.int64),
+            np.asarray([places[int(self.scored_probes[at])] for at in scored], dtype=np.int64),
             self.sites,
             counts.take(self.probes, np.asarray(scored, dtype=np.int64), np.arange(len(self.sites))),
             host,
@@ -221,11 +224,9 @@ class DriftMonitor:
             frozen.write(path)
         return frozen
 
-    def requests(self, manager: Scorer, model: Any, tokenizer: Any, guard: Guard) -> RunRequests:
-        """Return what collects the requests of one run of `manager`, and hands them over here. Raises `ConfigError`
-        where that has other probes or thresholds than the manager that this monitor was made for.
-        """
-        pack = manager.pack
+    def attaching(self, run: MonitorRun) -> Sequence[str]:
+        """Raise `ConfigError` where a run has other probes or thresholds than the manager that this was made for."""
+        pack = run.manager.pack
         if _packs(pack) != _packs(self._pack) or not np.array_equal(
             pack.alert_threshold.numpy(), self.alert, equal_nan=True
         ):
@@ -234,7 +235,12 @@ class DriftMonitor:
                 f" run ({pack.name}{f', alert set {pack.alert_set}' if pack.alert_set else ''}) are others: make one of"
                 " its manager"
             )
-        return RunRequests(self, model, tokenizer, guard)
+        return ()
+
+    def began(self, run: MonitorRun) -> None:
+        """Take the requests of a run. Raises `ConfigError` where they would be counted twice."""
+        only = threading.current_thread() if run.options.one_thread else None
+        run.follow(RunRequests(self, run.model, run.tokenizer, only))
 
     def begin(self, run: RunRequests) -> None:
         """Take the requests of a run that begins. Raises `ConfigError` where they would be counted twice."""
@@ -263,7 +269,7 @@ class DriftMonitor:
         same = [
             np.ones(self._n_probes, dtype=bool) if one.watched is None else one.watched for one in (plan, self._plan)
         ]
-        return bool(plan.always[self.scored].all()) and bool((same[0] == same[1]).all())
+        return bool(plan.always[self.scored_probes].all()) and bool((same[0] == same[1]).all())
 
     def leave_out(self) -> None:
         """Count a request of which it is not known what fired."""
@@ -310,7 +316,8 @@ class DriftMonitor:
         scored = {reference.ids[at]: number for number, at in enumerate(reference.scored.tolist())}
         ids = [concept["id"] for concept in self._concepts]
         self._judged = np.asarray([probe for probe in self.probes.tolist() if ids[probe] in place], dtype=np.int64)
-        in_both = [(at, scored[ids[probe]]) for at, probe in enumerate(self.scored.tolist()) if ids[probe] in scored]
+        own = self.scored_probes.tolist()
+        in_both = [(at, scored[ids[probe]]) for at, probe in enumerate(own) if ids[probe] in scored]
         self._judged_scored = np.asarray([at for at, _ in in_both], dtype=np.int64)
         sites = [(at, reference.sites.index(site)) for at, site in enumerate(self.sites) if site in reference.sites]
         self._judged_sites = np.asarray([at for at, _ in sites], dtype=np.int64)
@@ -323,7 +330,7 @@ class DriftMonitor:
     def _begin_counts(self) -> None:
         """Count anew, for `freeze`: from the first request, and from the first of another host."""
         self._uncounted = []
-        self._total = RequestCounts.none(self._n_probes, len(self.scored), len(self.sites))
+        self._total = RequestCounts.none(self._n_probes, len(self.scored_probes), len(self.sites))
 
     def _compare(self, traits: RequestTraits) -> list[DriftAlarm]:
         """Compare a request of the reference's host; those of others may have come between."""
@@ -365,7 +372,7 @@ class DriftMonitor:
                 f" median is {now:.3g}, in {whole} {then:.3g} {chance}"
             )
             return DriftAlarm(kind, concept, then, now, difference.n, difference.p, said)
-        judged = self._judged if kind == "base_rate" else self.scored[self._judged_scored]
+        judged = self._judged if kind == "base_rate" else self.scored_probes[self._judged_scored]
         concept, name = (self._concepts[int(judged[difference.place])][key] for key in ("id", "name"))
         who = name if name == concept else f"{name} ({concept})"
         if kind == "base_rate":

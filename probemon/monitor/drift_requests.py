@@ -1,11 +1,6 @@
 """RunRequests: the requests of one run, from their tokens to what a DriftMonitor compares.
 
-    requests = RunRequests(drift, model, tokenizer, guard)
-    requests.open(None)                                        # with the run, which watches what every thread generates
-    scorer = TokenScorer(manager, requests.after(publish))     # scores of tokens, once they are published
-    score = requests.beside(scorer.score_tokens)               # their hidden states, of which norms are taken
-    requests.leave()                                           # watches no more
-    requests.close()                                           # with the run: whatever is left has ended
+    run.follow(RunRequests(drift, model, tokenizer, only))         # only: the thread that is watched, None for all
 
 In memory is, for each request under way, what its tokens have added up to: nothing grows with their number.
 """
@@ -13,6 +8,7 @@ In memory is, for each request under way, what its tokens have added up to: noth
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +28,10 @@ from probemon.core.request_counts import (
 )
 from probemon.core.scores import Scores
 from probemon.host.model import find_layers, text_config
-from probemon.monitor.failures import Guard
-from probemon.monitor.token_scorer import Publish
+from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.watches import Watch
 from probemon.tracking.align import PlacedTokens
-from probemon.tracking.decoder_hooks import Report, ScoreTokens
-from probemon.tracking.generation import Generation, States
+from probemon.tracking.generation import States
 from probemon.tracking.recording import Recording
 
 if TYPE_CHECKING:
@@ -46,72 +40,42 @@ if TYPE_CHECKING:
 _MOST_OPEN = 256  # documents of plain forwards, of which nobody says that they have ended
 
 
-class RunRequests:
-    """`guard(what, function, *arguments)` calls a function and keeps its errors from the host."""
+class RunRequests(Follower):
+    """Hands the requests of one run over to `drift`. `only`: the thread whose generations are watched, None for all.
 
-    def __init__(self, drift: DriftMonitor, model: Any, tokenizer: Any, guard: Guard) -> None:
-        self.drift, self._model, self._tokenizer, self._guard = drift, model, tokenizer, guard
+    Raises `ConfigError` where another open run hands the same requests to the same DriftMonitor.
+    """
+
+    def __init__(self, drift: DriftMonitor, model: Any, tokenizer: Any, only: threading.Thread | None) -> None:
+        self.drift, self._model, self._tokenizer, self._only = drift, model, tokenizer, only
         self._open: dict[Recording, _Rows] = {}
         self._compared: tuple[Watch, bool] | None = None
-        self._lock, self._thread = threading.Lock(), threading.local()
-        self._only: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._norms: weakref.WeakKeyDictionary[Batch, Tensor] = weakref.WeakKeyDictionary()  # until they are scored
         self._special = _special_ids(model, tokenizer)
-
-    def open(self, only: threading.Thread | None) -> None:
-        """Begin with a run, which watches what the thread `only` generates, None for all. Raises `ConfigError` where
-        another open run hands the same requests to the same DriftMonitor.
-        """
-        self._only = only
-        self.drift.begin(self)
-
-    def leave(self) -> None:
-        """Make room for another run of this model."""
-        self.drift.end(self)
+        drift.begin(self)
 
     def shares_with(self, other: RunRequests) -> bool:
         """Whether a request may be one of both runs."""
         one, another = (find_layers(requests._model)[1] for requests in (self, other))
         return one is another and (self._only is None or other._only is None or self._only is other._only)
 
-    def beside(self, score: ScoreTokens) -> ScoreTokens:
-        """Return what takes the norms of tokens' states, then hands them to `score`."""
+    def states(self, batch: Batch, hidden: States | str) -> None:
+        """Take the norms of tokens' states."""
+        if not isinstance(hidden, str):
+            self._norms[batch] = norms_of(hidden, self.drift.sites)
 
-        def both(
-            generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
-        ) -> Report | None:
-            report_scores = score(generation, recording, placed, states)
-            if report_scores is None or isinstance(states, str):
-                return report_scores
-            norms: list[Tensor] = []
-            self._guard("drift", lambda: norms.append(norms_of(states, self.drift.sites)))
+    def scored(self, batch: Batch, scores: Scores) -> None:
+        """Add tokens to their requests."""
+        norms = self._norms.pop(batch, None)
+        self._add(batch.watch, batch.recording, batch.placed, scores, norms)
 
-            def report_both(report: bool) -> None:
-                self._thread.norms = norms[0] if norms else None  # for the tokens that are published in this call
-                try:
-                    report_scores(report)
-                finally:
-                    self._thread.norms = None
-
-            return report_both
-
-        return both
-
-    def after(self, publish: Publish) -> Publish:
-        """Return what publishes the scores of tokens, then adds them to their requests."""
-
-        def both(
-            watch: Watch, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
-        ) -> None:
-            publish(watch, generation, recording, placed, scores)
-            self._guard("drift", self._add, watch, recording, placed, scores, getattr(self._thread, "norms", None))
-
-        return both
-
-    def close(self) -> None:
-        """End all requests that are under way."""
+    def finish(self, failed: bool) -> None:
+        """End all requests that are under way, and make room for another run of this model."""
         with self._lock:
             for recording in list(self._open):
                 self._end(recording)
+        self.drift.end(self)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -159,8 +123,8 @@ class _Rows:
     def __init__(self, drift: DriftMonitor, host: Mapping[str, str], special: Ints) -> None:
         self.host, self._special = host, special
         self._place = np.full(len(drift.alert), -1, dtype=np.int64)
-        self._place[drift.scored] = np.arange(len(drift.scored))
-        self._shapes = {"fired": len(drift.alert), "scored": len(drift.scored), "sites": len(drift.sites)}
+        self._place[drift.scored_probes] = np.arange(len(drift.scored_probes))
+        self._shapes = {"fired": len(drift.alert), "scored": len(drift.scored_probes), "sites": len(drift.sites)}
         self._rows: dict[str, np.ndarray] = {}
         self._grow(0)
 

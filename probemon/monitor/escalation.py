@@ -12,17 +12,19 @@ Judges run in threads of their own. docs/second_opinion.md says what is bounded,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from probemon.errors import ConfigError
 from probemon.monitor.judge_desk import Desk
+from probemon.monitor.rules import AskedAction, Event
 from probemon.util.checks import check_callable, check_choice, check_count, check_number
 
 if TYPE_CHECKING:
-    from probemon.monitor.rules import Event, Rule
+    from probemon.monitor.followers import Decider
+    from probemon.monitor.publisher import Publisher
 
 HOLD, PASS, STOP, RAISE = "hold", "pass", "stop", "raise"
 MEANWHILE, ON_FAILURE = (HOLD, PASS, STOP), (PASS, STOP, RAISE)
@@ -46,7 +48,7 @@ Judge = Callable[[Question], str | tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Escalate:
+class Escalate(AskedAction):
     """The action of a rule: ask `judge`, and do as it says.
 
     It is asked when the rule is met, which is once for as long as the score stays over the threshold: "pass" holds
@@ -96,16 +98,20 @@ class Escalate:
         object.__setattr__(same, "told", told)
         return same
 
-
-def check_judges(rules: Iterable[Rule], tokenizer: Any, keep_tokens: int | None = None) -> None:
-    """Let judges that have a method `check` say whether the run of a tokenizer can ask them. Raises `ConfigError`, also
-    where the run keeps fewer tokens than a judge is to be shown.
-    """
-    for escalate in [action for rule in rules for action in rule.actions if isinstance(action, Escalate)]:
-        if keep_tokens is not None and keep_tokens < escalate.last_tokens:
+    def check_run(self, tokenizer: Any, keep_tokens: int | None) -> None:
+        """Let a judge that has a method `check` say whether it can be asked. Raises `ConfigError`, also where the run
+        keeps fewer tokens than the judge is to be shown.
+        """
+        if keep_tokens is not None and keep_tokens < self.last_tokens:
             raise ConfigError(
-                f"a judge is to be shown last_tokens={escalate.last_tokens}, and the run keeps"
+                f"a judge is to be shown last_tokens={self.last_tokens}, and the run keeps"
                 f" keep_tokens={keep_tokens} of a row: keep as many, or show fewer"
             )
-        if hasattr(escalate.judge, "check"):
-            escalate.judge.check(tokenizer)
+        if hasattr(self.judge, "check"):
+            self.judge.check(tokenizer)
+
+    def decider(self, publisher: Publisher) -> Decider:
+        """Make what asks the judges of one run."""
+        from probemon.monitor.escalations import Escalations
+
+        return Escalations(publisher)

@@ -1,30 +1,37 @@
 """Escalations: the questions of one run to its judges, and what follows from their verdicts.
 
-escalations = Escalations(tokenizer, follow, join, followers)
+escalations = Escalations(publisher)                # of a run that has rules with `Escalate`
 escalations.ask(escalate, event, generation)        # when a rule is met: returns at once
-escalations.settle(generation)                      # once a batch was judged: holds, and does what verdicts say
-escalations.close(wait=True)                        # with the run: no question stays open
+escalations.scored(batch, scores)                   # once a batch was judged: holds, and does what verdicts say
+escalations.finish(failed=False)                    # with the run: no question stays open
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from probemon.core.scores import Scores
+from probemon.monitor.check import FAILED, OK, WARNING, Check
 from probemon.monitor.escalation import HOLD, PASS, RAISE, STOP, Escalate, Question
-from probemon.monitor.followers import Followers
-from probemon.monitor.judge_desk import LATE, NOT_ASKED, Asked, Verdict
-from probemon.monitor.rules import Event
+from probemon.monitor.followers import Batch, Decider
+from probemon.monitor.judge_desk import ERROR, LATE, NOT_ASKED, Asked
+from probemon.monitor.rules import Event, Verdict
 from probemon.tracking.align import NO_ID
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording
+from probemon.util.counted import counted
+
+if TYPE_CHECKING:
+    from probemon.monitor.publisher import Publisher
+    from probemon.monitor.run import MonitorRun
 
 _TELL_SECONDS = 1.0  # that the end of a run waits for followers to hear of a verdict in another thread
 
@@ -44,7 +51,7 @@ class _Open:
             within=escalate.within,
             on_failure=escalate.on_failure,
             join=self._join,
-            tell=lambda: run.followers.verdict(self.event),
+            tell=lambda: run.publisher.followers.verdict(self.event),
         )
 
     @property
@@ -53,7 +60,7 @@ class _Open:
         return self.asked.told.is_set() and (self.followed or self.escalate.told is None)
 
     def _ask(self) -> Any:
-        tokenizer = self._run.tokenizer
+        tokenizer = self._run.publisher.tokenizer
         text = "" if tokenizer is None else tokenizer.decode([token for token in self._ids if token != NO_ID])
         return self.escalate.judge(Question(self.event, self._ids, text, self.escalate.within, self._n_missing))
 
@@ -70,26 +77,16 @@ class _OfGeneration:
     in_vain: dict[int, float] = field(default_factory=dict)
 
 
-class Escalations:
-    """A judge that fails holds a generation for `within` seconds at most, however many questions there are: what was
-    waited for in vain counts for all that come after.
-
-    `follow(escalate, ruling, event, generation)`: does what was ruled, in the thread that generates; None for the
-    generation where that is complete, so that the ruling is "pass", whatever the verdict says.
-    `join(before, after)`: `after` is the event `before` with its verdict.
+class Escalations(Decider):
+    """Asks the judges of one run. A judge that fails holds a generation for `within` seconds at most, however many
+    questions there are: what was waited for in vain counts for all that come after.
 
     `verdicts`: how many there are, by why there was none of a judge, "" where there was one. `passing`: of those that
     no judge gave, how many changed nothing.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        follow: Callable[[Escalate, str, Event, Generation | None], None],
-        join: Callable[[Event, Event], None],
-        followers: Followers,
-    ) -> None:
-        self.tokenizer, self._follow, self._join, self.followers = tokenizer, follow, join, followers
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
         self._lock = threading.Lock()  # guards what follows: threads that generate share it
         self._own: weakref.WeakKeyDictionary[Generation, _OfGeneration] = weakref.WeakKeyDictionary()
         self._asked: list[_Open] = []  # of which not all may have heard yet
@@ -111,9 +108,10 @@ class Escalations:
         elif not escalate.desk.put(asked):
             asked.fail(NOT_ASKED, f"{escalate.max_waiting} questions wait, as many as may")
 
-    def settle(self, generation: Generation) -> None:
-        """Wait for the verdicts that hold this generation, and do what those that are there say."""
-        own = self._own.get(generation)
+    def scored(self, batch: Batch, scores: Scores) -> None:
+        """Wait for the verdicts that hold the generation of this batch, and do what those that are there say."""
+        generation = batch.generation
+        own = None if generation is None else self._own.get(generation)
         if own is None or not own.open:
             return
         self._hold(own)
@@ -131,7 +129,7 @@ class Escalations:
 
     def join(self, before: Event, after: Event) -> None:
         """Let `after`, which has a verdict, stand for the event `before`, in any thread."""
-        self._join(before, after)
+        self.publisher.replace_event(before, after)
         verdict = after.verdict
         assert verdict is not None
         with self._lock:
@@ -139,8 +137,9 @@ class Escalations:
             if verdict.failure and verdict.ruling == PASS:
                 self.passing[verdict.failure] += 1
 
-    def close(self, wait: bool) -> None:
-        """Give every question a verdict; `wait` for those that have time left."""
+    def finish(self, failed: bool) -> None:
+        """Give every question a verdict; unless the run `failed`, wait for those that have time left."""
+        wait = not failed
         with self._lock:
             every, self._asked = self._asked, []
         for asked in [question.asked for question in every]:
@@ -159,6 +158,41 @@ class Escalations:
             if verdict.failure and verdict.ruling == RAISE:
                 self.passing[verdict.failure] += 1
 
+    def closed(self, run: MonitorRun) -> None:
+        """Warn where rows went on since no judge had ruled."""
+        if self.passing:
+            [(failure, n)] = self.passing.most_common(1)
+            warnings.warn(
+                f"{self.passing.total()} of {counted(self.verdicts.total(), 'question')} to judges had no answer that"
+                f" counts, and their rows went on ({failure}: {n}): event.verdict has the reasons",
+                UserWarning,
+                stacklevel=4,  # the end of the block
+            )
+
+    def check(self) -> Check:
+        """Say how many questions had no answer, as a check of the run's health."""
+        verdicts = Counter(self.verdicts)
+        failures = verdicts - Counter({"": verdicts[""]})
+        if not failures:
+            answered = f"{counted(verdicts[''], 'question')} had an answer" if verdicts else "none was asked"
+            return Check("judges", OK, answered)
+        said = ", ".join(f"{failure}: {n:,}" for failure, n in failures.most_common())
+        return Check(
+            "judges",
+            FAILED if failures[ERROR] else WARNING,
+            f"{failures.total():,} of {counted(verdicts.total(), 'question')} had no answer that counts ({said})",
+            "on_failure said what follows, and nobody judged; event.verdict has the reasons.",
+        )
+
+    def _follow(self, escalate: Escalate, ruling: str, event: Event, generation: Generation | None) -> None:
+        """Do what was ruled of an event, or is done meanwhile; nothing where the generation is complete, so that the
+        ruling is "pass", whatever the verdict says.
+        """
+        if ruling != PASS and generation is not None:
+            self.publisher.do(ruling, event, generation)
+        if escalate.told is not None:
+            self.publisher.failures.call("who is told of verdicts", escalate.told, event, ruling)
+
     def _hold(self, own: _OfGeneration) -> None:
         begin, before = time.monotonic(), dict(own.in_vain)
         held = [question for question in own.open if question.escalate.meanwhile == HOLD]
@@ -169,7 +203,7 @@ class Escalations:
                 asked.fail(LATE, f"no answer while the generation was held, {within:g} seconds in all")
         waited = time.monotonic() - begin
         if held:
-            self.followers.held(waited)
+            self.publisher.followers.held(waited)
         for question in held:
             escalate, verdict = question.escalate, question.asked.verdict
             if verdict is not None and verdict.failure:

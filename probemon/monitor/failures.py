@@ -59,3 +59,8 @@ def raise_first_of(errors: list[Exception], what: str, *, remedy: str = "") -> N
 def as_exception(error: BaseException) -> Exception:
     """Return the error itself, or one that names it where `except Exception` would not catch it."""
     return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+
+def raise_error(error: Exception) -> None:
+    """Raise it, where a callable is asked for."""
+    raise error

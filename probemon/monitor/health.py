@@ -14,39 +14,19 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from probemon.monitor.check import FAILED, OK, WARNING, Check
 from probemon.monitor.delivery import SinkStats
 from probemon.monitor.failures import Failures
-from probemon.monitor.judge_desk import ERROR
 from probemon.monitor.publisher import Publisher
 from probemon.monitor.rungs import LEFT_OUT
 from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.token_source import TokenSource
 from probemon.tracking.watched_threads import WatchedThreads
-from probemon.util.checks import check_choice
 from probemon.util.counted import counted
 
-OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
 BLIND_SHARE = 0.01  # of the tokens: where more are not scored, a check fails
 _TEXTS = 3  # of what is wrong, so many are told
 _OF_HOST = "weights, adapters or settings of the host"
-
-
-@dataclass(frozen=True)
-class Check:
-    """What is so (`what`), whether that is well (`state`: "ok", "warning" or "failed"), and the `remedy` in a sentence,
-    "" where there is nothing to mend.
-    """
-
-    name: str
-    state: str
-    what: str
-    remedy: str = ""
-
-    def __post_init__(self) -> None:
-        check_choice("state", self.state, STATES)
-
-    def __str__(self) -> str:
-        return f"{self.state}, {self.name}: {self.what}{f'. {self.remedy}' if self.remedy else ''}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +83,6 @@ def run_health(
             _states(tokens, not_numbers),
             _host(changed_within, publisher.n_host_changes, publisher.changed_between, holds_host),
             _callbacks(failures),
-            _judges(publisher.verdicts),
             _sinks(publisher.sinks()),
         )
     )
@@ -219,21 +198,6 @@ def _callbacks(failures: Failures) -> Check:
     first = failures.errors[0]
     what = f"{failures.n_errors:,} times an action, a listener or a sink raised, first {type(first).__name__}: {first}"
     return Check("callbacks", FAILED, what, "Mend what raised; run.failures has the errors.")
-
-
-def _judges(verdicts: Counter[str]) -> Check:
-    failures = verdicts - Counter({"": verdicts[""]})
-    if not failures:
-        return Check(
-            "judges", OK, f"{counted(verdicts[''], 'question')} had an answer" if verdicts else "none was asked"
-        )
-    said = ", ".join(f"{failure}: {n:,}" for failure, n in failures.most_common())
-    return Check(
-        "judges",
-        FAILED if failures[ERROR] else WARNING,
-        f"{failures.total():,} of {counted(verdicts.total(), 'question')} had no answer that counts ({said})",
-        "on_failure said what follows, and nobody judged; event.verdict has the reasons.",
-    )
 
 
 def _sinks(sinks: Sequence[SinkStats]) -> Check:

@@ -18,35 +18,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from probemon.errors import JudgeFailed
+from probemon.monitor.rules import Verdict
 from probemon.util.checks import shown
 
 RULINGS = ("pass", "stop")
 FAILURES = LATE, ERROR, NOT_ASKED = ("late", "error", "not asked")
 _LONGEST = 500  # characters of a reason
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What follows from an event: `ruling` is "pass", "stop" or "raise", and "pending" before it is known.
-
-    `failure`: "" where the judge has ruled; "late", "error" or "not asked" where it has not, and `on_failure` did.
-    `reason`: what the judge said beside, or what went wrong. `seconds`: from the event to the verdict.
-    """
-
-    ruling: str
-    failure: str = ""
-    reason: str = ""
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.ruling} ({self.failure or 'judged'})"
-
-
-PENDING = Verdict("pending")
 
 
 class Asked:

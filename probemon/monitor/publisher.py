@@ -1,9 +1,7 @@
-"""Publisher: where the scores of a run go: its recordings, rules, listeners and sinks.
+"""Publisher: where the scores of a run go: its recordings, its rules, then its followers.
 
-publisher = Publisher(pack, tokenizer, watches, failures, followers, recordings, reads, keep_tokens=None)
-publisher.add_sink(JsonLinesSink("scores.jsonl"), max_batches=1024)
-publisher.publish(watch, generation, recording, placed, scores)          # in the thread that generates
-publisher.close()
+publisher = Publisher(pack, tokenizer, watches, followers, recordings, keep_tokens=None)
+publisher.publish(batch, scores)                    # in the thread that generates
 """
 
 from __future__ import annotations
@@ -17,17 +15,23 @@ from dataclasses import replace
 from typing import Any
 
 from probemon.core.memory_reads import MemoryReads
-from probemon.core.scores import GENERATED, Scores, TokenBatch
-from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.core.scores import GENERATED, Scores
+from probemon.errors import ConceptRaised, NotSupportedDecoding
 from probemon.host.changes import HostMark
 from probemon.monitor.delivery import Delivery, SinkStats
-from probemon.monitor.escalation import Escalate
-from probemon.monitor.escalations import Escalations
-from probemon.monitor.failures import MAX_KEPT, Failures
-from probemon.monitor.followers import Followers
-from probemon.monitor.judge_desk import PENDING
-from probemon.monitor.rules import NO_STOP_IN_BEAMS, PASS, Action, Event, Rule, check_beams, named_action
-from probemon.monitor.sinks import Sink
+from probemon.monitor.failures import MAX_KEPT
+from probemon.monitor.followers import Batch, Decider, Followers
+from probemon.monitor.rules import (
+    NO_STOP_IN_BEAMS,
+    PASS,
+    PENDING,
+    Action,
+    AskedAction,
+    Event,
+    Rule,
+    check_beams,
+    named_action,
+)
 from probemon.monitor.watches import Watch, Watches
 from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
@@ -38,7 +42,6 @@ from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watched_threads import WatchedThreads
 from probemon.util.counted import counted
 
-Listener = Callable[[PlacedTokens, Scores, MemoryReads | None], None]
 LOG = logging.getLogger("probemon")
 
 
@@ -58,11 +61,9 @@ def changed_within(recordings: Iterable[Recording]) -> list[str]:
 
 
 class Publisher:
-    """The rules of `watches` are asked of generated tokens, `listeners` called with all. What they raise is kept in
-    `failures`.
+    """Asks the rules of `watches` of generated tokens, and tells `followers` of all.
 
     `recordings()`: those of the run.
-    `reads(recording, first, n)`: what memories read at entries `first` to `first + n`, None where none is watched.
     """
 
     def __init__(
@@ -70,21 +71,15 @@ class Publisher:
         pack: AnyPack,
         tokenizer: Any,
         watches: Watches,
-        failures: Failures,
         followers: Followers,
         recordings: Callable[[], list[Recording]],
-        reads: Callable[[Recording, int, int], MemoryReads | None],
         keep_tokens: int | None,
     ) -> None:
-        self.listeners: list[Listener] = []
-        self._watches, self._followers = watches, followers
-        self._pack, self._failures, self._recordings, self._keep_tokens = pack, failures, recordings, keep_tokens
-        self._reads = reads
+        self.tokenizer, self.followers, self.failures = tokenizer, followers, followers.failures
+        self._watches, self._pack, self._recordings, self._keep_tokens = watches, pack, recordings, keep_tokens
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self._changing = threading.Lock()  # events come, and are replaced once a judge has ruled, in several threads
-        self._escalations = Escalations(tokenizer, self._follow, self._join, followers)
-        self._sinks: list[Sink] = []
-        self._deliveries: list[Delivery] = []
+        self._deciders: dict[type, Decider] = {}
         # Generated tokens, why some have no scores that a rule passes over, and these rules.
         self._n_generated, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
@@ -101,47 +96,30 @@ class Publisher:
         return self._watches.rules
 
     @property
-    def verdicts(self) -> Counter[str]:
-        """Return how many verdicts there are, by why there was none of a judge, "" where there was one."""
-        return Counter(self._escalations.verdicts)
-
-    @property
     def acts(self) -> bool:
         """Whether rules or sinks wait for generated tokens."""
-        return bool(self.rules or self._sinks)
+        return bool(self.rules or self.followers.sinks)
 
     def sinks(self) -> list[SinkStats]:
         """Return what became of the tokens that each sink was sent."""
-        return [delivery.stats() for delivery in self._deliveries]
+        return [one.stats() for one in self.followers.sinks if isinstance(one, Delivery)]
 
-    def add_sink(self, sink: Sink, max_batches: int) -> Delivery:
-        """Send every batch from now on to `sink`, in a thread of its own."""
-        if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
-            raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.monitor.sinks")
-        if any(known is sink for known in self._sinks):
-            raise ConfigError(f"this {type(sink).__name__} was added before: a sink receives one run, once")
-        self._sinks.append(sink)
-        delivery = Delivery(sink, [concept["id"] for concept in self._pack.concepts], max_batches=max_batches)
-        self._deliveries.append(delivery)
-        return delivery
+    def prepare(self, rules: Iterable[Rule]) -> None:
+        """Have what decides for these rules hear the run, where somebody is asked."""
+        for action in [action for rule in rules for action in rule.actions if isinstance(action, AskedAction)]:
+            if type(action) not in self._deciders:
+                self._deciders[type(action)] = decider = action.decider(self)
+                self.followers.add(decider, first=True)
 
     def check_call(self, prompt: GenerateCall) -> None:
         """Raise `NotSupportedDecoding` for a call of `generate()` in which a rule could not do what it is for."""
         if prompt.n_beams > 1:
             check_beams(self.rules)
 
-    def publish(
-        self,
-        watch: Watch,
-        generation: Generation | None,
-        recording: Recording,
-        placed: PlacedTokens,
-        scores: Scores,
-    ) -> None:
-        """Record the scores of tokens that were scored by `watch`, ask its rules, call the listeners and send a batch
-        to the sinks.
-        """
-        reads = self._reads(recording, recording.n_entries, len(placed))
+    def publish(self, batch: Batch, scores: Scores) -> None:
+        """Record the scores of tokens, ask the rules that held, and tell the followers."""
+        watch, generation, recording, placed = batch.watch, batch.generation, batch.recording, batch.placed
+        batch.reads = reads = self.followers.reads(batch)
         with self._keeping:
             self.tokens.update(scores.coverage.unseen)
             if recording.mark is not None and not recording.n_entries:  # it begins; an engine of its own has no marks
@@ -164,38 +142,7 @@ class Publisher:
                     self._passing.update((id(rule), rule) for rule in passing)
                 if watch.rules:
                     self._ask_rules(watch, generation, placed, scores, reads)
-                self._escalations.settle(generation)
-        self._followers.scored(placed, scores)
-        for listener in self.listeners:
-            self._failures.call("a listener", listener, placed, scores, reads)
-        if self._deliveries:
-            batch = TokenBatch(
-                recording.number,
-                placed.rows,
-                placed.columns - recording.offset,
-                placed.ids,
-                placed.phase,
-                placed.provisional,
-                scores,
-                recording.request,
-                watch.deployment or "",
-            )
-            for delivery in self._deliveries:
-                delivery.put(batch)
-
-    def close(self, failed: bool) -> None:
-        """Have every verdict, deliver what is queued and close the sinks; an error of theirs becomes a failure, a loss
-        a warning. `failed`: the run ends by an error, and waits for no judge.
-        """
-        self._escalations.close(wait=not failed)
-        for delivery in self._deliveries:
-            delivery.close()
-            stats = delivery.stats()
-            if stats.error is not None:
-                self._failures.add("a sink", stats.error)
-            elif stats.n_dropped:
-                n_tokens = stats.n_written + stats.n_dropped
-                LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, n_tokens)
+        self.followers.scored(batch, scores)
 
     def warn_of_silence(self, model: object, called: bool, threads: WatchedThreads) -> None:
         """Warn where rules and sinks were quiet for another reason than that nothing was wrong.
@@ -206,14 +153,14 @@ class Publisher:
         if self.acts and not called:
             what, remedy = threads.silence
             warnings.warn(
-                f"{counted(len(self.rules), 'rule')} and {counted(len(self._sinks), 'sink')} set, but this"
+                f"{counted(len(self.rules), 'rule')} and {counted(len(self.followers.sinks), 'sink')} set, but this"
                 f" {type(model).__name__} {what}. {remedy}",
                 UserWarning,
                 stacklevel=3,
             )
         elif self.acts and threads.n_unwatched:
             warnings.warn(
-                f"{counted(len(self.rules), 'rule')} and {counted(len(self._sinks), 'sink')} heard nothing of"
+                f"{counted(len(self.rules), 'rule')} and {counted(len(self.followers.sinks), 'sink')} heard nothing of"
                 f" {counted(threads.n_unwatched, 'forward')} of a generate() that began before probemon was attached,"
                 " or was looked up before. Attach before anything generates",
                 UserWarning,
@@ -224,15 +171,6 @@ class Publisher:
             warnings.warn(
                 f"{self._unjudged.total()} of {self._n_generated} generated tokens have no scores, so"
                 f" {counted(len(self._passing), 'rule')} could not be asked of them ({reason}: {n})",
-                UserWarning,
-                stacklevel=3,
-            )
-        passing = self._escalations.passing.most_common(1)
-        if passing:
-            n_passing, n_asked = self._escalations.passing.total(), self._escalations.verdicts.total()
-            warnings.warn(
-                f"{n_passing} of {counted(n_asked, 'question')} to judges had no answer that counts, and their rows"
-                f" went on ({passing[0][0]}: {passing[0][1]}): event.verdict has the reasons",
                 UserWarning,
                 stacklevel=3,
             )
@@ -270,27 +208,27 @@ class Publisher:
 
     def _act(self, action: Action, event: Event, generation: Generation) -> None:
         """Do what a rule asks for."""
-        if isinstance(action, Escalate):
+        if isinstance(action, AskedAction):
             event = replace(event, verdict=PENDING)
         with self._changing:
             self.events.append(event)
-        self._followers.event(event, named_action(action))
-        if isinstance(action, Escalate):
-            self._escalations.ask(action, event, generation)
+        self.followers.event(event, named_action(action))
+        if isinstance(action, AskedAction):
+            self._deciders[type(action)].ask(action, event, generation)
         elif isinstance(action, str):
-            self._do(action, event, generation)
+            self.do(action, event, generation)
         else:
-            self._failures.call("an action", action, event)
+            self.failures.call("an action", action, event)
             if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too
                 generation.hide_from(event.column)
 
-    def _do(self, action: str, event: Event, generation: Generation) -> None:
+    def do(self, action: str, event: Event, generation: Generation) -> None:
         """Stop a row, or raise, for an event; to record it is nothing more."""
         if action == "stop" and generation.prompt.n_beams > 1:  # the rule came while these beams began
             generation.raise_later(NotSupportedDecoding(NO_STOP_IN_BEAMS), event.column)
         elif action == "stop":
             generation.stop_row(event.row, event.column)
-            self._followers.stopped(event)
+            self.followers.stopped(event)
         elif action == "raise":
             where = f"row {event.row}, column {event.column}"
             said = (
@@ -301,14 +239,7 @@ class Publisher:
             )
             generation.raise_later(ConceptRaised(said, event), event.column)
 
-    def _follow(self, escalate: Escalate, ruling: str, event: Event, generation: Generation | None) -> None:
-        """Do what was ruled of an event, or is done meanwhile; nothing where the generation is complete."""
-        if ruling != PASS and generation is not None:
-            self._do(ruling, event, generation)
-        if escalate.told is not None:
-            self._failures.call("who is told of verdicts", escalate.told, event, ruling)
-
-    def _join(self, before: Event, after: Event) -> None:
+    def replace_event(self, before: Event, after: Event) -> None:
         """Put an event with its verdict into the place of the one without, in any thread."""
         with self._changing:
             for i in reversed(range(len(self.events))):

@@ -7,9 +7,9 @@ for i, reason in rule.blind_to(scores): ...                           # and thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,11 +19,13 @@ from probemon.core.concept_names import Wanted
 from probemon.core.memory_reads import Reading
 from probemon.core.scores import Scores
 from probemon.errors import ConfigError, NotSupportedDecoding
-from probemon.monitor.escalation import Escalate
-from probemon.monitor.judge_desk import Verdict
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
 from probemon.util.checks import check_count, check_number
+
+if TYPE_CHECKING:
+    from probemon.monitor.followers import Decider
+    from probemon.monitor.publisher import Publisher
 
 ACTIONS = ("record", "stop", "raise")
 ESCALATE, CALL = "escalate", "call"
@@ -32,7 +34,42 @@ PASS = "pass"
 NO_STOP_IN_BEAMS = (
     "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
 )
-Action = str | Escalate | Callable[["Event"], object]
+
+
+class AskedAction:
+    """An action that somebody is asked for when the rule is met, such as a judge (`Escalate`): the seam for what
+    decides later than at once.
+    """
+
+    def check_run(self, tokenizer: Any, keep_tokens: int | None) -> None:
+        """Raise `ConfigError` where a run with this tokenizer, which keeps so many tokens, cannot ask."""
+
+    def decider(self, publisher: Publisher) -> Decider:
+        """Make what asks for the actions of this class in one run."""
+        raise NotImplementedError
+
+
+Action = str | AskedAction | Callable[["Event"], object]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from an event: `ruling` is "pass", "stop" or "raise", and "pending" before it is known.
+
+    `failure`: "" where the judge has ruled; "late", "error" or "not asked" where it has not, and `on_failure` did.
+    `reason`: what the judge said beside, or what went wrong. `seconds`: from the event to the verdict.
+    """
+
+    ruling: str
+    failure: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.ruling} ({self.failure or 'judged'})"
+
+
+PENDING = Verdict("pending")
 
 
 @dataclass(frozen=True)
@@ -139,12 +176,12 @@ def make_rules(
             )
         check_above(aggregator, level, most)
     for_tokens = check_count("for_tokens", for_tokens, least=1, remedy="it counts tokens in a row, so give 1 or more")
-    if action not in ACTIONS and not isinstance(action, Escalate) and not callable(action):
+    if action not in ACTIONS and not isinstance(action, AskedAction) and not callable(action):
         raise ConfigError(
             f"action is {action!r}: give 'record', 'stop', 'raise', an Escalate or a callable that takes the event"
             " (run.hold wraps a streamer)"
         )
-    if on_blind not in (PASS, *ACTIONS) and not isinstance(on_blind, Escalate) and not callable(on_blind):
+    if on_blind not in (PASS, *ACTIONS) and not isinstance(on_blind, AskedAction) and not callable(on_blind):
         raise ConfigError(
             f"on_blind is {on_blind!r}: give 'pass', 'record', 'stop', 'raise', an Escalate or a callable that takes"
             " the event"
@@ -172,12 +209,18 @@ def named_action(action: Action) -> str:
     """Return the name by which an action is told."""
     if isinstance(action, (str, Named)):
         return action if isinstance(action, str) else action.name
-    return ESCALATE if isinstance(action, Escalate) else CALL
+    return ESCALATE if isinstance(action, AskedAction) else CALL
+
+
+def check_asked(rules: Iterable[Rule], tokenizer: Any, keep_tokens: int | None = None) -> None:
+    """Raise `ConfigError` where a run of this tokenizer cannot ask whom the rules ask."""
+    for action in [action for rule in rules for action in rule.actions if isinstance(action, AskedAction)]:
+        action.check_run(tokenizer, keep_tokens)
 
 
 def check_beams(rules: Sequence[Rule]) -> None:
     """Raise `NotSupportedDecoding` where a rule could not do in beams what it is for."""
-    if any(action == "stop" or isinstance(action, Escalate) for rule in rules for action in rule.actions):
+    if any(action == "stop" or isinstance(action, AskedAction) for rule in rules for action in rule.actions):
         raise NotSupportedDecoding(NO_STOP_IN_BEAMS)
     if any(is_of_traffic(rule.aggregator) for rule in rules):
         raise NotSupportedDecoding(

@@ -5,8 +5,8 @@
         out = model.generate(**inputs, max_new_tokens=50, stopping_criteria=run.stopping_criteria)
     result = run.result(out)
 
-A `Watcher` gives tokens with their hidden states, in order, to a `TokenScorer`; a `Publisher` records their scores and
-asks the rules; `result` reads the recordings.
+A `Watcher` gives tokens with their hidden states, in order, to a `TokenScorer`; a `Publisher` records their scores,
+asks the rules and tells the followers; `result` reads the recordings.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import StoppingCriteriaList
 
 from probemon.core.aggregate import Aggregator
 from probemon.core.concept_names import Wanted
-from probemon.core.scores import Gap, Scores
+from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.host.adapters import needs_its_wrapper
@@ -36,26 +35,17 @@ from probemon.host.compatibility import check_host
 from probemon.host.model import unwrap
 from probemon.host.site import Site
 from probemon.monitor.breaker import Breaker, Circuit
-from probemon.monitor.budget import Budget, Ladder, Shedding
-from probemon.monitor.change import Change
-from probemon.monitor.companion import Companion
-from probemon.monitor.delivery import Delivery, SinkStats
-from probemon.monitor.deployment import Deployment
-from probemon.monitor.drift import DriftMonitor
-from probemon.monitor.drift_requests import RunRequests
-from probemon.monitor.escalation import Escalate, check_judges
+from probemon.monitor.change import Change, DeploymentFile
+from probemon.monitor.delivery import Delivery, SinkStats, is_sink
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
-from probemon.monitor.followers import Follower, Followers
+from probemon.monitor.followers import Follower, Followers, Listener
 from probemon.monitor.health import Health, run_health
 from probemon.monitor.lent_calls import LentCalls
-from probemon.monitor.publisher import Listener, Publisher, changed_within
+from probemon.monitor.publisher import Publisher, changed_within
 from probemon.monitor.result import Result, find_result
-from probemon.monitor.rules import Action, Event, Named, Rule, check_beams, make_rules
-from probemon.monitor.sinks import Sink
-from probemon.monitor.token_scorer import Publish, TokenScorer
+from probemon.monitor.rules import Action, AskedAction, Event, Named, Rule, check_asked, check_beams, make_rules
+from probemon.monitor.token_scorer import TokenScorer
 from probemon.monitor.watches import Watched, Watches
-from probemon.tracking.align import PlacedTokens
-from probemon.tracking.decoder_hooks import ScoreTokens
 from probemon.tracking.hand_loop import HandLoop
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording
@@ -66,28 +56,59 @@ from probemon.tracking.watcher import Watcher
 from probemon.util.checks import check_bool, check_count
 from probemon.util.counted import counted
 
+F = TypeVar("F", bound=Follower)
 LOG = logging.getLogger("probemon")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run deals with what goes wrong, and what it keeps: the options of `manager.attach`. Raises `ConfigError`.
+
+    - `strict`: raise for another model's weights, which otherwise warn
+    - `on_gap`: "raise" `AlignmentError` where our hooks did not see a forward, or "report" it: the tokens are unseen
+      then, `run.gaps` has it, and followers hear of it
+    - `callback_errors`: "raise" `CallbackFailed` when the block ends for what actions, followers and sinks raised, or
+      only "report" it (`run.failures`, the log)
+    - `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all). Of each row
+      the ids of as many stay, for judges
+    - `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of
+      their own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is
+      refused
+    - `breaker`: errors of scoring make tokens unseen and, when there are many, pause it, instead of ending a
+      generation. A `Circuit` in its place is shared by the runs that are given it
+    """
+
+    strict: bool = False
+    on_gap: str = "raise"
+    callback_errors: str = "raise"
+    keep_tokens: int | None = None
+    one_thread: bool = False
+    breaker: Breaker | Circuit | None = None
+
+    def __post_init__(self) -> None:
+        if callable(self.on_gap):
+            raise ConfigError('on_gap is "raise" or "report": give a follower with a method gap() what is to be called')
+        for name in ("on_gap", "callback_errors"):
+            if getattr(self, name) not in ("raise", "report"):
+                raise ConfigError(f'{name} is {getattr(self, name)!r}: give "raise" or "report"')
+        if self.keep_tokens is not None:
+            remedy = "it counts tokens, so give 1 or more, or None for all"
+            object.__setattr__(
+                self, "keep_tokens", check_count("keep_tokens", self.keep_tokens, least=1, remedy=remedy)
+            )
+        for name in ("strict", "one_thread"):
+            check_bool(name, getattr(self, name))
+        if self.breaker is not None and not isinstance(self.breaker, (Breaker, Circuit)):
+            raise ConfigError(f"breaker is {self.breaker!r}: give Breaker(...), or a Circuit that runs share")
 
 
 class MonitorRun:
     """One attachment. The constructor resolves everything, so a bad pack or host leaves nothing behind.
 
-    `strict`: raise for another model's weights, which otherwise warn.
-    `on_gap`: "raise" `AlignmentError` where our hooks did not see a forward, or a callable that gets the `Gap`; the
-    tokens are unseen then.
-    `callback_errors`: "raise" `CallbackFailed` when the block ends for what actions, listeners and sinks raised, or
-    only "report" it (`run.failures`, the log).
-    `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all). Of each
-    row the ids of as many stay, for judges.
-    `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of its
-    own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is refused.
-    `deployment`: the file whose rules and sinks hold from where the block begins, on the host that it names.
-    `budget`: how much of a step watching may take; what is over it is left out, which coverage and the result say.
-    `breaker`: errors of scoring make tokens unseen and, when there are many, pause it, instead of ending a generation.
-    A `Ladder` or a `Circuit` in their place is shared by the runs that are given it.
-    `drift`: compares the requests of this run, and of others, with those of a reference (`run.health()` has a check).
-    `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
-    `source`: makes where the tokens come from, a `Watcher` by default; one of another kind checks its host itself.
+    - `followers`: what hears the run, in order: a `Follower`, a sink, or a callable `(placed, scores)`
+    - `options`: see `RunOptions`
+    - `deployment`: the file whose rules and followers hold from where the block begins, on the host that it names
+    - `source`: makes where the tokens come from, a `Watcher` by default; one of another kind checks its host itself
 
     Raises `HostMismatch` (hidden size, layer count, strict weights), `NotSupportedHost`, `ConfigError`.
     """
@@ -97,42 +118,21 @@ class MonitorRun:
         manager: Scorer,
         model: Any,
         tokenizer: Any = None,
-        *,
-        strict: bool = False,
-        on_gap: str | Callable[[Gap], object] = "raise",
-        callback_errors: str = "raise",
-        keep_tokens: int | None = None,
-        one_thread: bool = False,
-        companion: Callable[[Any, Guard], Companion] | None = None,
-        deployment: Deployment | None = None,
-        budget: Budget | Ladder | None = None,
-        breaker: Breaker | Circuit | None = None,
-        drift: DriftMonitor | None = None,
+        followers: Sequence[Any] = (),
+        options: RunOptions = RunOptions(),
+        deployment: DeploymentFile | None = None,
         source: Callable[..., TokenSource] = Watcher,
     ) -> None:
-        if on_gap != "raise" and not callable(on_gap):
-            raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
-        if callback_errors not in ("raise", "report"):
-            raise ConfigError(f'callback_errors is {callback_errors!r}: give "raise" or "report"')
-        if keep_tokens is not None:
-            keep_tokens = check_count(
-                "keep_tokens", keep_tokens, least=1, remedy="it counts tokens, so give 1 or more, or None for all"
-            )
         if source is Watcher:
             given, model = model, unwrap(model)
             needs_its_wrapper(given, model)  # raises where an adapter would not act
-            check_host(manager.pack, model, strict=check_bool("strict", strict))
+            check_host(manager.pack, model, strict=options.strict)
             if deployment is not None:
                 deployment.check_host(manager.pack, model)
-        if deployment is not None:
-            budget, breaker = budget or deployment.budget, breaker or deployment.breaker
-        self.deployment = deployment
-        self.manager, self.model, self.tokenizer = manager, model, tokenizer
-        self.gaps: deque[Gap] = deque(maxlen=MAX_KEPT)
-        self.routing: Any = None  # the companion: what else is recorded of the same forwards
-        self._raise_failures, self._keep_tokens = callback_errors == "raise", keep_tokens
+        self.manager, self.model, self.tokenizer, self.deployment = manager, model, tokenizer, deployment
+        self.options, self.gaps = options, deque[Gap](maxlen=MAX_KEPT)
         self._failures, self._entered, self._calls = Failures(), False, LentCalls()
-        self._followers = Followers(self._failures)
+        self._followers, self._begun = Followers(self._failures), list[Follower]()
         self._watches = Watches(manager)
         # The hooks on the host hold what is below, and nothing of it this run: one that is dropped is taken off.
         parts = _Parts()
@@ -140,46 +140,33 @@ class MonitorRun:
             manager.pack,
             tokenizer,
             self._watches,
-            self._failures,
             self._followers,
             lambda: parts.watcher.recordings,
-            lambda *entries: None if parts.routing is None else parts.routing.reads(*entries),
-            keep_tokens,
+            options.keep_tokens,
         )
-        self._requests = None if drift is None else drift.requests(manager, model, tokenizer, self._failures.call)
-        publish: Publish = self._publisher.publish
-        if self._requests is not None:
-            publish = self._requests.after(publish)
-        self.breaker = Circuit(breaker) if isinstance(breaker, Breaker) else breaker
-        self.budget = None if budget is None else Shedding(budget, self._watches)
-        if self.budget is not None:
-            self.follow(self.budget)
-            publish = self.budget.counting(publish)
-        self._scorer = TokenScorer(manager, self._watches, self._failures, publish, self.breaker)
-        self._one_thread = check_bool("one_thread", one_thread)
+        if options.on_gap == "report":
+            self._followers.add(_KeptGaps(self.gaps))
+        filed = () if deployment is None else deployment.followers(manager.pack, followers)
         sites: list[str | Site] = list(manager.pack.sites)
-        score: ScoreTokens = self._scorer.score_tokens
-        if self._requests is not None:
-            score = self._requests.beside(score)
-        on_end: Callable[[Recording], None] | None = None
-        if companion is not None:
-            self.routing = parts.routing = companion(model, self._failures.call)
-            sites, score, on_end = [*sites, *self.routing.sites], self.routing.beside(score), self.routing.ended
+        for one in [*filed, *_listed(followers)]:
+            sites += self._add(self._as_follower(one))
+        breaker = options.breaker or (None if deployment is None else deployment.breaker)
+        self.breaker = Circuit(breaker) if isinstance(breaker, Breaker) else breaker
+        self._scorer = TokenScorer(manager, self._watches, self._followers, publisher.publish, self.breaker)
         self._watcher = parts.watcher = source(
             model,
             sites,
             manager.pack.n_probes,
-            score,
-            check=self._publisher.check_call,
-            on_gap=self._gap_caller(on_gap) if callable(on_gap) else None,
-            on_end=on_end,
+            self._scorer.score_tokens,
+            check=publisher.check_call,
+            report_gaps=options.on_gap == "report",
             acts=lambda: publisher.acts,
-            observer=self._followers,
-            one_thread=self._one_thread,
+            reports=self._followers,
+            one_thread=options.one_thread,
         )
-        self._holds_host = strict or (deployment is not None and "host" in deployment.content)
+        self._holds_host = options.strict or (deployment is not None and deployment.names_host)
         if isinstance(self._watcher, Watcher):  # what was compared above; an engine of its own has no marks
-            self._publisher.newest_mark = self._watcher.host_mark()
+            publisher.newest_mark = self._watcher.host_mark()
         self._stack = ExitStack()
         self._parts = parts
         self._dropped: weakref.finalize[Any, Any] | None = None
@@ -240,26 +227,28 @@ class MonitorRun:
         )
         self.add_rules(self._lending(rules))
 
-    def _gap_caller(self, on_gap: Callable[[Gap], object]) -> Callable[[Gap], None]:
-        return partial(_keep_gap, self.gaps, self._failures, self._calls.lend(on_gap))
-
     def _lending(self, rules: Sequence[Rule]) -> list[Rule]:
         """Return rules that hooks may hold."""
         lent = [(rule, self._lent(rule.action), self._lent(rule.on_blind)) for rule in rules]
         return [replace(rule, action=action, on_blind=on_blind) for rule, action, on_blind in lent]
 
     def _lent(self, action: Action) -> Action:
-        return action if isinstance(action, (str, Named, Escalate)) else self._calls.lend(action)
+        return action if isinstance(action, (str, Named, AskedAction)) else self._calls.lend(action)
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Ask these rules of generated tokens, too: see `on`."""
         self._check_not_ended("a rule")
-        check_judges(rules, self.tokenizer, self._keep_tokens)
+        self._check_rules(rules)
         self._watches.add(rules, count=bool(self._publisher.tokens))
+
+    def _check_rules(self, rules: Sequence[Rule]) -> None:
+        """Raise `ConfigError` where this run cannot ask whom they ask; and let what asks hear the run."""
+        check_asked(rules, self.tokenizer, self.options.keep_tokens)
+        self._publisher.prepare(rules)
 
     def hold_to(
         self,
-        deployment: Deployment,
+        deployment: DeploymentFile,
         rules: Sequence[Rule],
         always_on: Wanted | None = None,
         exclude: Wanted | None = None,
@@ -271,7 +260,7 @@ class MonitorRun:
         `count`: from the next token on, as a new state of `watches`; else from the first one. Raises what `update`
         does.
         """
-        check_judges(rules, self.tokenizer, self._keep_tokens)
+        self._check_rules(rules)
         self._watches.change(
             of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
         )
@@ -279,7 +268,7 @@ class MonitorRun:
 
     def update(
         self,
-        deployment: str | Path | Deployment | None = None,
+        deployment: str | Path | DeploymentFile | None = None,
         *,
         rules: Sequence[Mapping[str, Any]] | None = None,
         always_on: Wanted | None = None,
@@ -303,7 +292,7 @@ class MonitorRun:
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
         if change.rules is not None:
             change = replace(change, rules=self._lending(change.rules))
-        check_judges(change.new_rules, self.tokenizer, self._keep_tokens)
+        self._check_rules(change.new_rules)
         if self._watcher.running_beams:
             check_beams(change.new_rules)
         number = change.make(self._watches)
@@ -330,15 +319,6 @@ class MonitorRun:
         """
         return HeldStreamer(streamer, self._watcher.current, show_last)
 
-    def add_sink(self, sink: Sink, *, max_batches: int = 1024) -> Delivery:
-        """Send every batch of tokens to a sink, in a thread of its own, until the block ends.
-
-        At most `max_batches` wait; what comes while so many wait is dropped and counted in `.stats()`.
-        """
-        if not self._watcher.open:
-            raise ConfigError("a sink is added inside the with block, whose end closes it")
-        return self._publisher.add_sink(sink, max_batches)
-
     @property
     def stopping_criteria(self) -> StoppingCriteriaList:
         """Return criteria for `generate(stopping_criteria=...)` that end the rows that an action stopped.
@@ -348,21 +328,68 @@ class MonitorRun:
         """
         return StoppingCriteriaList([StoppedRows(self._watcher)])
 
-    def listen(self, listener: Callable[[PlacedTokens, Scores], None]) -> None:
-        """Call `listener(placed, scores)` with each batch of tokens once it is scored, in the thread that generates."""
-        self._check_not_ended("a listener")
-        lent = self._calls.lend(listener)
-        self._publisher.listeners.append(lambda placed, scores, reads: lent(placed, scores))
+    def follow(self, follower: Any) -> Follower:
+        """Let somebody hear all that happens from now on: a `Follower`, a sink or a callable `(placed, scores)`.
 
-    def listen_with_reads(self, listener: Listener) -> None:
-        """Call `listener(placed, scores, reads)`, as `listen` does; `reads`: what memories read, None without any."""
-        self._check_not_ended("a listener")
-        self._publisher.listeners.append(self._calls.lend(listener))
+        Returns the follower that it is or became (a `Delivery` for a sink). Raises `ConfigError` after the block, for
+        one that reads hidden states at further sites (give it to `attach`), and what its `began` raises.
+        """
+        if self._entered and not self._watcher.open:
+            raise ConfigError("this run has ended, and a follower would hear nothing: attach again")
+        added = self._as_follower(follower)
+        if self._add(added):
+            raise ConfigError(
+                f"{type(added).__name__} reads hidden states at further sites, and those are tapped when a run is made:"
+                " give it to attach(followers=[...])"
+            )
+        if self._watcher.open:
+            self._begin(added)
+        return added
 
-    def follow(self, follower: Follower) -> None:
-        """Let `follower` hear of all that happens from now on: scores, events, times, gaps and ends."""
-        self._check_not_ended("a follower")
-        self._followers.add(self, follower)
+    def _as_follower(self, given: Any) -> Follower:
+        if isinstance(given, Follower):
+            return given
+        if is_sink(given):
+            if any(isinstance(one, Delivery) and one.sink is given for one in self._followers):
+                raise ConfigError(f"this {type(given).__name__} was added before: a sink receives one run, once")
+            return Delivery(given)
+        if callable(given) and not isinstance(given, type):
+            return Listener(self._calls.lend(given))
+        raise ConfigError(
+            f"{given!r:.80} cannot follow a run: give a Follower, a sink (with open, write and close) or a callable"
+            " that takes (placed, scores)"
+        )
+
+    def _add(self, follower: Follower) -> list[str | Site]:
+        """Add a follower; return the further sites that it reads."""
+        if any(one is follower for one in self._followers):
+            raise ConfigError(f"this {type(follower).__name__} follows this run already: give it once")
+        sites = list(follower.attaching(self))
+        self._followers.add(follower, sink=isinstance(follower, Delivery))
+        return sites
+
+    def _begin(self, follower: Follower) -> None:
+        follower.began(self)
+        self._begun.append(follower)
+
+    @property
+    def guard(self) -> Guard:
+        """Return what calls a function `guard(what, function, *arguments)` and keeps its errors in `run.failures`."""
+        return self._failures.call
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Return what hears the run, in the order in which it is told."""
+        return list(self._followers)
+
+    def follower(self, kind: type[F]) -> F | None:
+        """Return the first follower of a class, None where there is none: `run.follower(Budget)`."""
+        return next((one for one in self._followers if isinstance(one, kind)), None)
+
+    @property
+    def watching(self) -> Watches:
+        """Return what is watched now, and the rungs on which less of it can be."""
+        return self._watches
 
     @property
     def _ended(self) -> bool:
@@ -429,11 +456,6 @@ class MonitorRun:
         return self._publisher.sinks()
 
     @property
-    def drift(self) -> DriftMonitor | None:
-        """Return what compares the requests of this run with a reference, where it was given."""
-        return None if self._requests is None else self._requests.drift
-
-    @property
     def source(self) -> TokenSource:
         """Return where its tokens come from."""
         return self._watcher
@@ -473,8 +495,8 @@ class MonitorRun:
             changed_within=self._publisher.changed_within or changed_within(list(self.recordings)),
             holds_host=self._holds_host,
         )
-        parts = (self.budget, self.breaker, None if self._requests is None else self._requests.drift)
-        return health.with_checks(part.check() for part in parts if part is not None)
+        of_breaker = [] if self.breaker is None else [self.breaker.check()]
+        return health.with_checks([*self._followers.checks(), *of_breaker])
 
     def result(self, out: Any, *, generation: int | None = None) -> Result:
         """Return the scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).
@@ -496,7 +518,7 @@ class MonitorRun:
             self._watcher.recordings,
             out,
             generation=generation,
-            keep_tokens=self._keep_tokens,
+            keep_tokens=self.options.keep_tokens,
         )
         result.deployments = {number: self._watches.past[number].deployment for _, _, number in result.watches}
         return result
@@ -509,16 +531,19 @@ class MonitorRun:
         with ExitStack() as stack:
             self._watches.pin(stack)
             stack.enter_context(self._watcher)
-            if self._requests is not None:
-                self._requests.open(threading.current_thread() if self._one_thread else None)
-                stack.callback(self._requests.leave)
-            if self.routing is not None:
-                self.routing.open(one_thread=self._one_thread)
-            if self.deployment is not None:
-                self.deployment.begin(self)
+            try:
+                if self.deployment is not None:
+                    self.hold_to(self.deployment, self.deployment.rules(self.manager.pack))
+                for follower in list(self._followers):
+                    self._begin(follower)
+            except BaseException:
+                for begun in self._begun:
+                    self._failures.call(begun.kind, begun.finish, True)
+                    self._failures.call(begun.kind, begun.closed, self)
+                raise
             self._stack = stack.pop_all()
         self._entered = True
-        closing = _Closing(type(self.model).__name__, self._watcher, self._stack, self._publisher, self._requests)
+        closing = _Closing(type(self.model).__name__, self._watcher, self._stack, self._followers)
         self._dropped = weakref.finalize(self, closing.close, self._parts)
         self._dropped.atexit = False
         return self
@@ -538,11 +563,7 @@ class MonitorRun:
                 UserWarning,
                 stacklevel=2,
             )
-        publisher.close(failed=error is not None)
-        if self._requests is not None:
-            self._requests.close()
-        for not_recorded in self.routing.close() if self.routing is not None else ():
-            failures.add("a sink of routing", not_recorded)
+        self._followers.finish(error is not None)
         for not_loaded in self.manager.engine.background_errors():
             failures.add("loading in the background", not_loaded)
         for not_run in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
@@ -558,7 +579,7 @@ class MonitorRun:
                 " `with run.generating(from_column=...)`, or read documents in a run without rules"
             )
         publisher.warn_of_silence(self.model, self._watcher.called, self._threads)
-        if self._raise_failures:
+        if self.options.callback_errors == "raise":
             failures.raise_first()
 
     @property
@@ -568,10 +589,9 @@ class MonitorRun:
 
 
 class _Parts:
-    """Where the tokens of a run come from, and what records the same forwards: known only once the rest is made."""
+    """Where the tokens of a run come from: known only once the rest is made."""
 
     watcher: TokenSource
-    routing: Any = None
 
 
 @dataclass(frozen=True)
@@ -581,8 +601,7 @@ class _Closing:
     model: str
     watcher: TokenSource
     stack: ExitStack
-    publisher: Publisher
-    requests: RunRequests | None
+    followers: Followers
 
     def close(self, parts: _Parts) -> None:
         """Take the hooks off the model at once, and close the rest in a thread of its own: this is called wherever
@@ -597,17 +616,25 @@ class _Closing:
         )
         if isinstance(self.watcher, Watcher):
             self.watcher.__exit__(None, None, None)
-        threading.Thread(target=self._close_rest, args=(parts,), name="probemon closes a dropped run").start()
+        threading.Thread(target=self._close_rest, name="probemon closes a dropped run").start()
 
-    def _close_rest(self, parts: _Parts) -> None:
+    def _close_rest(self) -> None:
         self.stack.close()
-        self.publisher.close(failed=True)
-        if self.requests is not None:
-            self.requests.close()
-        if parts.routing is not None:
-            parts.routing.close()
+        self.followers.finish(True)
 
 
-def _keep_gap(gaps: deque[Gap], failures: Failures, on_gap: Callable[[Gap], object], gap: Gap) -> None:
-    gaps.append(gap)
-    failures.call("on_gap", on_gap, gap)
+class _KeptGaps(Follower):
+    """Keeps the gaps of a run that reports them."""
+
+    def __init__(self, gaps: deque[Gap]) -> None:
+        self._gaps = gaps
+
+    def gap(self, gap: Gap) -> None:
+        """Keep one."""
+        self._gaps.append(gap)
+
+
+def _listed(followers: Any) -> Sequence[Any]:
+    if isinstance(followers, (str, bytes)) or not isinstance(followers, Sequence):
+        raise ConfigError(f"followers is {type(followers).__name__}: give a list of followers, sinks and callables")
+    return followers

@@ -6,8 +6,8 @@
     async for event in manager.stream_async(model, tokenizer, messages, max_new_tokens=40):
         ...
 
-    def prepare(run): run.on("weapon", action="stop"), run.add_sink(sink)
-    for event in manager.stream(model, tokenizer, messages, prepare=prepare): ...
+    def prepare(run): run.on("weapon", action="stop")
+    for event in manager.stream(model, tokenizer, messages, followers=[sink], prepare=prepare): ...
 
 `generate()` runs in a thread; leaving the loop (closing or cancelling the generator) stops it at its next token. At
 most `max_waiting` batches of tokens wait for the reader: then the model waits too. A token's scores come with the
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_forms import check_said
 from probemon.host.chat_template import render
 from probemon.host.text_tokens import ids_of
+from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
 from probemon.monitor.run import MonitorRun
 from probemon.packs.group import AnyPack
@@ -142,6 +144,19 @@ async def _async_events(generating: _Generating) -> AsyncIterator[TokenEvent]:
         await asyncio.shield(asyncio.to_thread(generating.close))
 
 
+class _Reader(Follower):
+    """Hands tokens to a stream, for as long as that is there."""
+
+    kind = "a stream"
+
+    def __init__(self, put: weakref.WeakMethod[Any]) -> None:
+        self._put = put
+
+    def scored(self, batch: Batch, scores: Scores) -> None:
+        if (put := self._put()) is not None:
+            put(batch.placed, scores, batch.reads)
+
+
 class _Generating:
     """`generate()` in a thread of its own, watched; hands over what it scores through a bounded buffer."""
 
@@ -163,7 +178,7 @@ class _Generating:
             remedy="it counts batches of tokens that wait for the reader, so give 1 or more",
         )
         self._run = run
-        self._run.listen_with_reads(self._put)
+        self._run.follow(_Reader(weakref.WeakMethod(self._put)))
         self._prepare = prepare
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {

@@ -1,6 +1,6 @@
 """TokenScorer: tokens with their hidden states to scores, and what each row retains carried to its next token.
 
-scorer = TokenScorer(manager, watches, failures, publish)    # publish(watch, generation, recording, placed, scores)
+scorer = TokenScorer(manager, watches, followers, publish)   # publish(batch, scores)
 report = scorer.score_tokens(generation, recording, placed, states)
 if report is not None:
     report(True)                                    # waits for the scores and publishes them
@@ -21,25 +21,15 @@ from probemon.core.scores import PROMPT, Scores
 from probemon.engine.audit import sample
 from probemon.engine.scorer import Scorer
 from probemon.monitor.breaker import PAUSED, Circuit, unscored
-from probemon.monitor.failures import Failures
+from probemon.monitor.followers import Batch, Followers
 from probemon.monitor.rungs import AUDIT, leaves_out
-from probemon.monitor.watches import Watch, Watches
+from probemon.monitor.watches import Watches
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording
 
-Publish = Callable[[Watch, Generation | None, Recording, PlacedTokens, Scores], None]
-
-
-class _Batch(NamedTuple):
-    """Tokens, what they are scored by, and the rows `origin` whose sets they start from."""
-
-    watch: Watch
-    generation: Generation | None
-    recording: Recording
-    placed: PlacedTokens
-    origin: Ints
+Publish = Callable[[Batch, Scores], None]
 
 
 class _Scored(NamedTuple):
@@ -58,10 +48,10 @@ class TokenScorer:
     """
 
     def __init__(
-        self, manager: Scorer, watches: Watches, failures: Failures, publish: Publish, circuit: Circuit | None = None
+        self, manager: Scorer, watches: Watches, followers: Followers, publish: Publish, circuit: Circuit | None = None
     ) -> None:
         self._manager, self._watches, self._publish = manager, watches, publish
-        self._failures, self._circuit = failures, circuit
+        self._followers, self._circuit = followers, circuit
         self._n_probes, self._top_k = manager.pack.n_probes, manager.report_top_k
         self._audit_seed = secrets.randbits(62)  # drawn anew, so that runs together are a random sample too
 
@@ -82,7 +72,7 @@ class TokenScorer:
         All are of one phase. Each is scored as it would be alone.
         """
         watch = self._watches.now  # once: what scores these tokens also judges them
-        batches: list[_Batch] = []
+        batches: list[Batch] = []
         given: list[States] = []
         circuit = self._circuit
         for generation, recording, placed, states in parts:
@@ -91,7 +81,8 @@ class TokenScorer:
             origin = placed.rows
             if generation is not None and generation.origin is not None and placed.phase != PROMPT:
                 origin = generation.origin[placed.rows]
-            batch = _Batch(watch, generation, recording, placed, origin)
+            batch = Batch(watch, generation, recording, placed, origin)
+            self._followers.states(batch, states)
             unseen = states if isinstance(states, str) else leaves_out(watch.rung, placed) if watch.rung else ""
             if not unseen and circuit is not None and circuit.pauses():
                 unseen = PAUSED
@@ -125,7 +116,7 @@ class TokenScorer:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _begin(self, batches: Sequence[_Batch], states: States) -> Callable[[bool], list[_Scored] | None]:
+    def _begin(self, batches: Sequence[Batch], states: States) -> Callable[[bool], list[_Scored] | None]:
         """Begin to score; returns what ends it, with False to throw the scores away."""
         watch, rate = batches[0].watch, self._manager.audit_rate
         audit = None
@@ -161,7 +152,7 @@ class TokenScorer:
 
         return end_step
 
-    def _score_prompts(self, batches: Sequence[_Batch], states: States, audit: Mask | None) -> list[_Scored]:
+    def _score_prompts(self, batches: Sequence[Batch], states: States, audit: Mask | None) -> list[_Scored]:
         bounds = _bounds(batches)
         rows, last = [], []
         for one, begin in zip(batches, bounds[:-1], strict=True):
@@ -181,26 +172,24 @@ class TokenScorer:
             for begin, end, own_rows, own_sets in zip(bounds[:-1], bounds[1:], rows, sets, strict=True)
         ]
 
-    def _publish_scored(self, batches: Sequence[_Batch], scored: Sequence[_Scored] | None) -> None:
+    def _publish_scored(self, batches: Sequence[Batch], scored: Sequence[_Scored] | None) -> None:
         for batch, one in zip(batches, scored or (), strict=scored is not None):
             batch.recording.retain(one.rows, one.retained)
-            self._publish(batch.watch, batch.generation, batch.recording, batch.placed, one.scores)
+            self._publish(batch, one.scores)
 
-    def _publish_unseen(self, batch: _Batch, reason: str) -> None:
-        watch, generation, recording, placed, origin = batch
-        recording.retain(placed.rows, recording.retained_of(origin))
-        scores = Scores.nothing(len(placed), self._n_probes, reason, self._top_k)
-        self._publish(watch, generation, recording, placed, scores)
+    def _publish_unseen(self, batch: Batch, reason: str) -> None:
+        batch.recording.retain(batch.placed.rows, batch.recording.retained_of(batch.origin))
+        self._publish(batch, Scores.nothing(len(batch.placed), self._n_probes, reason, self._top_k))
 
-    def _failed(self, batches: Sequence[_Batch], circuit: Circuit, error: Exception) -> None:
+    def _failed(self, batches: Sequence[Batch], circuit: Circuit, error: Exception) -> None:
         """Note what scoring raised; tokens, where there are any, are unseen for it."""
-        self._failures.add("scoring", error)
+        self._followers.failures.add("scoring", error)
         circuit.failed()
         for batch in batches:
             self._publish_unseen(batch, unscored(error))
 
 
-def _sets_of(batch: _Batch) -> Mask:
+def _sets_of(batch: Batch) -> Mask:
     """Return a copy of the retained sets that tokens start from; a step of all rows needs no more than to copy them."""
     sets, rows = batch.recording.retained, batch.origin
     if sets is None:  # before its first token a sequence retains nothing
@@ -208,6 +197,6 @@ def _sets_of(batch: _Batch) -> Mask:
     return sets.copy() if rows is batch.placed.rows and len(rows) == len(sets) else sets[rows]
 
 
-def _bounds(batches: Sequence[_Batch]) -> list[int]:
+def _bounds(batches: Sequence[Batch]) -> list[int]:
     """Return where the tokens of each begin among those of all, and where the last end."""
     return [0, *itertools.accumulate(len(one.placed) for one in batches)]

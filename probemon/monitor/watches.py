@@ -21,7 +21,7 @@ from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Plan, Scorer
 from probemon.monitor.rule_panel import RulePanel
 from probemon.monitor.rules import Rule
-from probemon.monitor.rungs import ALL, narrowed, rungs_of
+from probemon.monitor.rungs import ALL, NAMES, narrowed, rungs_of
 from probemon.packs.configured import found
 
 Concepts = tuple[str, ...]
@@ -88,6 +88,11 @@ class Watches:
                 audited, ruled = self._manager.audit_rate > 0, bool(self._whole.rules)
                 self._rungs = rungs_of(self._whole.plan, self._manager.pack, audited=audited, ruled=ruled)
             return self._rungs
+
+    @property
+    def rung_name(self) -> str:
+        """Return the name of the rung that holds now, "all" where nothing is left out."""
+        return NAMES[self.now.rung]
 
     def shed_to(self, rung: int) -> None:
         """Leave out what `rung` does, as far as what is watched allows, for the tokens from now on."""

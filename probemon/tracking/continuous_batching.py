@@ -1,6 +1,6 @@
 """ContinuousBatches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
-    batches = ContinuousBatches(model, recordings, check_seen, take_stop, observer)
+    batches = ContinuousBatches(model, recordings, check_seen, take_stop, reports)
     batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
     for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
         ...
@@ -43,9 +43,9 @@ from probemon.host.internals import (
 from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
-from probemon.tracking.observer import Observer
 from probemon.tracking.recording import SHARED, Recording
 from probemon.tracking.run_recordings import RunRecordings
+from probemon.tracking.source_reports import SourceReports
 from probemon.util.shadow import Owner, shadow
 
 
@@ -72,7 +72,7 @@ class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
     `recordings`: those of the run. `check_seen(recording, ids, 0, end, generation)`
-    is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `observer` is
+    is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `reports` is
     told which requests end. `n_calls` of `generate_batch` run. `errors` of forwards: in a thread of transformers' they
     would only fail the requests.
     """
@@ -83,9 +83,9 @@ class ContinuousBatches:
         recordings: RunRecordings,
         check_seen: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
-        observer: Observer,
+        reports: SourceReports,
     ) -> None:
-        self._model, self._recordings, self._observer = model, recordings, observer
+        self._model, self._recordings, self._reports = model, recordings, reports
         self._check_seen, self._take_stop = check_seen, take_stop
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
@@ -157,7 +157,7 @@ class ContinuousBatches:
         for generation, ids in self._end_requests(manager(), outputs):
             with suppress(AlignmentError), self.reporting():
                 self._check_seen(generation.recording, ids, 0, ids.shape[1] - 1, generation)
-            self._observer.ended(generation.recording, None)
+            self._reports.ended(generation.recording, None)
         return original(outputs)
 
     def _register(self, manager: Any) -> bool:
@@ -259,7 +259,7 @@ class ContinuousBatches:
         for request_id in [name for name in live if has_left_queues(manager, name)]:
             recording = live.pop(request_id).generation.recording
             recording.close()
-            self._observer.ended(recording, CancelledError("it left its manager without an answer"))
+            self._reports.ended(recording, CancelledError("it left its manager without an answer"))
 
     def _request(self, manager: Any, state: Any) -> Request:
         live = self._live[manager]

@@ -39,10 +39,10 @@ from probemon.tracking.continuous_batching import ContinuousBatches
 from probemon.tracking.forward_call import read_forward
 from probemon.tracking.generation import FOLLOWING, ORDER, Generation, PendingTokens, States, ThreadState
 from probemon.tracking.hook_faults import HookFaults, find_faults
-from probemon.tracking.observer import ForwardTime, Observer
 from probemon.tracking.plain_forwards import PlainForwards, refuse_padding
 from probemon.tracking.recording import GAP, Recording
 from probemon.tracking.run_recordings import RunRecordings
+from probemon.tracking.source_reports import ForwardTime, SourceReports
 from probemon.tracking.watched_threads import WatchedThreads
 
 # ScoreTokens takes tokens in order, with their hidden states, or with the reason why these were not seen. It returns
@@ -57,10 +57,10 @@ class DecoderHooks:
 
     `score`: has tokens scored, see `ScoreTokens`.
     `scores`: whether this process does; of several ranks only one does.
-    `on_gap`: called with columns that were not seen, which without it are an error.
+    `report_gaps`: columns that were not seen are told to `reports` alone; without it they are an error, too.
     `take_stop()`: whether a stop came while nothing ran.
     `acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error.
-    `observer`: is told of forwards and gaps.
+    `reports`: is told of forwards and gaps.
     `threads`: whose forwards are watched.
     """
 
@@ -72,18 +72,19 @@ class DecoderHooks:
         score: ScoreTokens,
         *,
         scores: bool = True,
-        on_gap: Callable[[Gap], None] | None = None,
+        report_gaps: bool = False,
         take_stop: Callable[[], bool] = lambda: False,
         acts: Callable[[], bool] = lambda: False,
-        observer: Observer,
+        reports: SourceReports,
         threads: WatchedThreads,
     ) -> None:
-        self.model, self.scores, self.open, self._threads, self._observer = model, scores, False, threads, observer
+        self.model, self.scores, self.open, self._threads, self._reports = model, scores, False, threads, reports
         self.recordings = RunRecordings(model, n_probes)
         self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
         self.decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
-        self._sites, self._score, self._on_gap, self._acts = [str(site) for site in sites], score, on_gap, acts
+        self._sites, self._score, self._acts = [str(site) for site in sites], score, acts
+        self._report_gaps = report_gaps
         self.plain = PlainForwards(model, self.decoder, self.recordings, acts)
         self._tap = Tap(model, sites, self._take_states)
         self._rehearses = rehearsal(model)
@@ -92,7 +93,7 @@ class DecoderHooks:
         self._bracket = Bracket(self._before_forward, self._after_forward, self._forward_failed)
         self._width, self._in_parts = hidden_size(model), False
         self.thread = ThreadState()
-        self.batches = ContinuousBatches(model, self.recordings, self.check_seen, take_stop, observer)
+        self.batches = ContinuousBatches(model, self.recordings, self.check_seen, take_stop, reports)
         self._attached_at = 0
         self.called = False  # whether this very model ran, or its generate()
         self.n_gaps = 0  # how often forwards were found that the taps had not seen, reported or raised
@@ -173,10 +174,9 @@ class DecoderHooks:
         """Report a `Gap` of columns `first` to `last`, or raise where that was not asked for, or is not possible."""
         self.n_gaps += 1
         gap = Gap(recording.number, first, last, reason)
-        self._observer.gap(gap)
-        if self._on_gap is None or not possible:
+        self._reports.gap(gap)
+        if not self._report_gaps or not possible:
             raise AlignmentError(reason)
-        self._on_gap(gap)
 
     # -- one forward -----------------------------------------------------------------------------
 
@@ -464,4 +464,4 @@ class DecoderHooks:
             self.recordings.remember_cache(cache, thread.open_recording)
         thread.open_recording, thread.cache, thread.shape = None, None, ()
         self.seconds.append(thread.seconds)
-        self._observer.forward(ForwardTime(thread.seconds, now - thread.began, *thread.n_tokens))
+        self._reports.forward(ForwardTime(thread.seconds, now - thread.began, *thread.n_tokens))

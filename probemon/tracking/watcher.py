@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from probemon.core.scores import Gap
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.changes import HostMark
 from probemon.host.image_offsets import ImageOffsets
@@ -42,8 +41,8 @@ from probemon.tracking.generation import FOLLOWING, ORDER, FollowedCriteria, Gen
 from probemon.tracking.hand_loop import HandLoop, generate_around
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.hook_faults import HookFaults
-from probemon.tracking.observer import Observer
 from probemon.tracking.recording import Recording
+from probemon.tracking.source_reports import SourceReports
 from probemon.tracking.watched_threads import WatchedThreads
 from probemon.util.shadow import shadow
 
@@ -58,8 +57,8 @@ _ATTACHING = threading.RLock()
 class Watcher:
     """Resolves everything when made, attaches in `with`, and leaves nothing behind.
 
-    `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`, `on_end` is called with the recording of
-    what returned. `observer` is told of forwards, gaps and ends.
+    `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`. `reports` is told of forwards, gaps and
+    ends. `report_gaps`: what was not seen is no error.
     `one_thread`: watch only what the thread generates that enters.
     Raises `NotSupportedHost`, `ConfigError`.
     """
@@ -72,14 +71,13 @@ class Watcher:
         score: ScoreTokens,
         *,
         check: Callable[[GenerateCall], None] = lambda prompt: None,
-        on_gap: Callable[[Gap], None] | None = None,
-        on_end: Callable[[Recording], None] | None = None,
+        report_gaps: bool = False,
         acts: Callable[[], bool] = lambda: False,
-        observer: Observer | None = None,
+        reports: SourceReports,
         one_thread: bool = False,
     ) -> None:
-        self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
-        self.threads, self._observer = WatchedThreads(one_thread), observer or Observer()
+        self.model, self.ranks, self._check = model, Ranks.of(model), check
+        self.threads, self._reports = WatchedThreads(one_thread), reports
         scores = self.ranks is None or self.ranks.scores
         self._hooks = DecoderHooks(
             model,
@@ -87,10 +85,10 @@ class Watcher:
             n_probes,
             score,
             scores=scores,
-            on_gap=on_gap,
+            report_gaps=report_gaps,
             take_stop=self._take_stop,
             acts=acts,
-            observer=self._observer,
+            reports=reports,
             threads=self.threads,
         )
         self._offsets = ImageOffsets(model)
@@ -251,7 +249,7 @@ class Watcher:
             )
         self._offsets.note(prompt.cache if prompt.cache is not None else getattr(out, "past_key_values", None))
         self._keep_output(recording, sequences)
-        self._observer.ended(recording, None)
+        self._reports.ended(recording, None)
         return out
 
     @contextmanager
@@ -288,7 +286,7 @@ class Watcher:
                 self._hooks.check_seen(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
         if loop.ids is not None:
             self._keep_output(generation.recording, loop.ids)
-        self._observer.ended(generation.recording, None)
+        self._reports.ended(generation.recording, None)
 
     def _ways_beside(self) -> frozenset[str]:
         """Return the way of generating beside others, where there are others."""
@@ -344,7 +342,7 @@ class Watcher:
             self._hooks.wait_for_step(report=False)  # a forward that failed shows nothing
             for failed in generation.on_failure:
                 failed()
-            self._observer.ended(generation.recording, error)
+            self._reports.ended(generation.recording, error)
             raise
         finally:
             try:
@@ -359,8 +357,6 @@ class Watcher:
     def _keep_output(self, recording: Recording, sequences: Tensor) -> None:
         ids = sequences.detach().cpu().numpy().astype(np.int64)
         recording.keep_output(sequences, ids, self._hooks.recordings.marks.now())
-        if self._on_end is not None:
-            self._on_end(recording)
 
     def _refuse_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.threads.in_other:

@@ -108,7 +108,7 @@ def arm(name: str, n_tokens: int, every: int) -> dict[str, Any]:
             model.generate(torch.tensor([[1]]), **generate)
             return {"seconds": round(time.perf_counter() - begin, 1), "resident_bytes": sizes}
         with manager.attach(model, keep_tokens=KEEP if name == "bounded" else None) as run:
-            delivery = run.add_sink(JsonLinesSink(folder / "scores.jsonl", top_k=10))
+            delivery = run.follow(JsonLinesSink(folder / "scores.jsonl", top_k=10))
             out = model.generate(torch.tensor([[1]]), **generate)
         seconds = time.perf_counter() - begin
         kept = int(run.result(out).coverage.seen.sum())

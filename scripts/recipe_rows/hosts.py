@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
-from probemon.adapters.routing import RoutingSettings
+from probemon.adapters.routing import Routing
 from probemon.adapters.routing.recurrent.recorder import StateRecorder
 from probemon.host.model import find_layers
 
@@ -104,10 +104,11 @@ class Watch:
             warnings.simplefilter("ignore")  # a pack without a fingerprint fits every random host
             self.manager = DynamicProbeManager(self._pack())
             follows = states and kind in RECURRENT
-            self.run = self.manager.attach(model, routing=RoutingSettings(states=True) if follows else reads)
+            routing = [Routing(states=follows)] if follows or reads else []
+            self.run = self.manager.attach(model, routing)
         self.states: dict[int, dict[str, Tensor]] = {}
         self.reads: dict[tuple[int, int, int], dict[str, Any]] | None = {} if reads else None
-        self.recorder: StateRecorder | None = self.run.routing.states if follows else None
+        self.recorder: StateRecorder | None = self.run.follower(Routing).recurrent if follows else None
 
     @property
     def states_recorder(self) -> StateRecorder:
@@ -138,7 +139,7 @@ class Watch:
         warnings.simplefilter("ignore")
         self._stack.enter_context(self.run)
         if self.reads is not None:
-            self.run.routing.listen(self._read)
+            self.run.follower(Routing).listen(self._read)
         if self.recorder is not None:
             self.recorder.listen(self._told)
         return self

@@ -24,6 +24,7 @@ from arrangements import tokenizer
 from conftest import make_model, make_pack
 from probemon import DynamicProbeManager, ProbePack, Result
 from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
+from probemon.adapters.routing.recorder import Routing
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
 from probemon.cli import watch as command
@@ -143,7 +144,9 @@ def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_pat
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
     manager, read = DynamicProbeManager(tmp_path / "pack"), [entry["reading"] for entry in run]
     with LiveView(console, title="t", above=np.full(40, math.inf)) as view:
-        for event in manager.stream(host, tokenizer(), arguments[1], max_new_tokens=6, do_sample=False, routing=True):
+        for event in manager.stream(
+            host, tokenizer(), arguments[1], max_new_tokens=6, do_sample=False, followers=[Routing()]
+        ):
             view.show(event)
     with console.capture() as frame:
         console.print(view.render())

@@ -35,11 +35,11 @@ from probemon.lab.corpora.compare import compare
 from probemon.lab.corpora.documents import read_documents
 from probemon.lab.corpora.report import write_report
 from probemon.lab.corpora.windows import Reading, Window
-from probemon.monitor.delivery import Delivery
 from probemon.monitor.sinks import JsonLinesSink, MemorySink, ParquetSink
 from probemon.packs.edit import subset
 from probemon.packs.hierarchies import propose
 from probemon.util.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
+from started import started
 
 HUGE = {"10**30": 10**30, "10**400": 10**400, "-10**400": -(10**400), "10**5000": 10**5000}
 NO_NUMBER = {
@@ -213,7 +213,7 @@ def env(pack, model, tmp_path_factory):
             raise caught.value
 
     def delivery(value):
-        made = Delivery(MemorySink(), ["c0"], value)
+        made = started(MemorySink(), max_batches=value)
         made.close()
 
     def proposed(value):

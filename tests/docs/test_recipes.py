@@ -27,7 +27,7 @@ def test_a_sink_written_as_the_recipe_says_receives_every_token(pack):
     methods = {name: (lambda self, *given, name=name: calls.append((name, given))) for name, _ in signatures}
     model, manager = make_model(), DynamicProbeManager(pack)
     with manager.attach(model) as run:
-        run.add_sink(type("Sink", (), methods)())
+        run.follow(type("Sink", (), methods)())
         ids = torch.tensor([[1, 5, 9, 13]])
         ids = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=PAD, eos_token_id=None)
     assert [calls[0][0], calls[-1][0]] == ["open", "close"] and {name for name, _ in calls} == methods.keys()

@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from arrangements import tokenizer
 from conftest import OLDEST, PAD, make_model, make_pack, n_hooks
+from hears import hears
 from oracle import check
 from probemon import DynamicProbeManager
 from probemon.core.aggregate import Attention, Ema, Max, Mean, RollingMax, RollingMean, over
@@ -33,6 +34,7 @@ from probemon.errors import (
     NotSupportedHost,
     UnknownConcept,
 )
+from probemon.monitor.delivery import Delivery
 from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
 from probemon.tracking.recording import FORGOTTEN, GAP, LAST
 from routed_hosts import packed
@@ -349,7 +351,7 @@ def test_hold_shows_a_token_only_once_it_is_scored(manager, model):
     inner = Collect()
     with manager.attach(model) as run:
         scored = []
-        run.listen(lambda placed, scores: scored.extend(placed.ids.tolist()))
+        run.follow(lambda placed, scores: scored.extend(placed.ids.tolist()))
         inner.known = lambda: len(scored)
         free = model.generate(PROMPT, **GREEDY, streamer=run.hold(inner))[0].tolist()
         assert inner.shown == free[:-1]  # the last is never read, so never shown
@@ -375,8 +377,8 @@ def test_failing_callbacks_spoil_nothing_and_are_raised_at_the_end(manager, mode
     outs = []
     with pytest.raises(CallbackFailed, match=r"3 callbacks.*KeyError: 'c9'") as caught, manager.attach(model) as run:
         run.on("c9", above=0.0, action=fail)
-        run.listen(lambda placed, scores: 1 / 0 if placed.columns[0] == 7 else None)
-        run.add_sink(CallbackSink(lambda batch: [][1]))
+        run.follow(lambda placed, scores: 1 / 0 if placed.columns[0] == 7 else None)
+        run.follow(CallbackSink(lambda batch: [][1]))
         outs.append(model.generate(PROMPT, **GREEDY))
     assert [type(failure) for failure in caught.value.failures] == [KeyError, ZeroDivisionError, IndexError]
     assert torch.equal(outs[0], free) and "an action failed, the generation went on: KeyError" in caplog.text
@@ -423,7 +425,7 @@ def test_hold_shows_nothing_from_a_token_on_that_was_not_seen(manager, model):
             return torch.zeros(len(ids), dtype=torch.bool)
 
     inner = Collect()
-    with manager.attach(model, on_gap=lambda gap: None) as run:
+    with manager.attach(model, on_gap="report") as run:
         streamer = run.hold(inner)
         out = model.generate(PROMPT, **GREEDY, streamer=streamer, stopping_criteria=[Blind()])[0].tolist()
     assert inner.shown == out[:7] and streamer.withheld == out[7:]  # columns 5 and 6 were seen, 7 was not
@@ -461,7 +463,7 @@ def test_sinks_receive_what_the_result_holds(manager, model, tmp_path):
             ParquetSink(tmp_path / "s.parquet"),
             CallbackSink(seen.append),
         ):
-            run.add_sink(sink)
+            run.follow(sink)
         out = model.generate(BATCH, attention_mask=MASK, **GREEDY)
         cache = DynamicCache()
         first = model.generate(PROMPT, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
@@ -510,26 +512,26 @@ def test_sinks_receive_what_the_result_holds(manager, model, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*ran nothing while it was watched:UserWarning")
 def test_what_is_no_sink_or_was_added_before_is_named(manager, model):
     with manager.attach(model) as run:
-        with pytest.raises(ConfigError, match="a sink has open, write and close"):
-            run.add_sink(None)
+        with pytest.raises(ConfigError, match=r"a sink \(with open, write and close\)"):
+            run.follow(None)
         sink = MemorySink()
-        run.add_sink(sink)
+        run.follow(sink)
         with pytest.raises(ConfigError, match="added before"):
-            run.add_sink(sink)
+            run.follow(sink)
 
 
 def test_slow_sink_never_slows_the_step(manager, model):
     gate = threading.Event()
     with manager.attach(model) as run:
-        delivery = run.add_sink(CallbackSink(lambda batch: gate.wait(30)), max_batches=4)
+        delivery = run.follow(Delivery(CallbackSink(lambda batch: gate.wait(30)), max_batches=4))
         begin = time.monotonic()
         model.generate(PROMPT, max_new_tokens=40, do_sample=False, **NO_EOS)
         assert time.monotonic() - begin < 20
         gate.set()
     stats = delivery.stats()
     assert stats.n_written + stats.n_dropped == 5 + 39 and stats.n_dropped >= 39 - 4 and stats.n_queued == 0
-    with pytest.raises(ConfigError, match="inside the with block"):
-        run.add_sink(MemorySink())
+    with pytest.raises(ConfigError, match="has ended"):
+        run.follow(MemorySink())
 
 
 # -- blindness -----------------------------------------------------------------------------------
@@ -537,7 +539,7 @@ def test_slow_sink_never_slows_the_step(manager, model):
 
 def test_removed_hook_leaves_unseen_tokens_and_an_event_by_choice(manager, model):
     gaps = []
-    with manager.attach(model, on_gap=gaps.append) as run:
+    with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
         hooks = model.model.layers[1]._forward_hooks
 
         state = {}
@@ -591,8 +593,8 @@ def test_forwards_past_our_hooks_are_told_at_the_next_token(options):
     gaps = []
     model = make_model()
     memory = MemorySink()
-    with manager.attach(model, on_gap=gaps.append) as run:
-        run.add_sink(memory)
+    with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
+        run.follow(memory)
         model.model.register_forward_pre_hook(lose, with_kwargs=True, prepend=True)
         out = model.generate(ids, **GREEDY, **options)
     result = run.result(out)
@@ -787,8 +789,8 @@ def test_watching_keeps_no_more_memory_for_a_longer_generation(manager, model):
     for keep in (60, None):
         sizes = []
         with manager.attach(model, keep_tokens=keep) as run:
-            run.add_sink(CallbackSink(lambda batch: None), max_batches=4)
-            run.listen(lambda placed, scores, sizes=sizes: sizes.append(tracemalloc.get_traced_memory()[0]))
+            run.follow(Delivery(CallbackSink(lambda batch: None), max_batches=4))
+            run.follow(lambda placed, scores, sizes=sizes: sizes.append(tracemalloc.get_traced_memory()[0]))
             tracemalloc.start()
             for _ in range(8):
                 gc.collect()  # what the host leaves for the collector is not ours

@@ -37,14 +37,14 @@ def manager(model, tmp_path):
 
 
 def test_a_blind_token_stops_its_row(manager, model):
-    with manager.attach(model, on_gap=lambda gap: None) as run:
+    with manager.attach(model, on_gap="report") as run:
         run.on(["c9", "c10"], above=0.9999999, on_blind="stop")
         out = model.generate(PROMPT, **GREEDY)
     assert out.shape[1] - 1 == UNSEEN[0] + 1  # the token sampled meanwhile is still in it
 
 
 def test_a_blind_token_raises_and_says_why(manager, model):
-    with manager.attach(model, on_gap=lambda gap: None) as run:
+    with manager.attach(model, on_gap="report") as run:
         run.on("c9", above=0.9999999, on_blind="raise")
         with pytest.raises(ConceptRaised, match=r"is not known at row 0, column 7: the host did not run") as raised:
             model.generate(PROMPT, **GREEDY)
@@ -53,7 +53,7 @@ def test_a_blind_token_raises_and_says_why(manager, model):
 
 def test_a_blind_token_calls_and_leaves_the_streak_as_it_was(manager, model):
     blind, met = [], []
-    with manager.attach(model, on_gap=lambda gap: None) as run:
+    with manager.attach(model, on_gap="report") as run:
         run.on("c9", above=0.0, for_tokens=4, action=met.append, on_blind=blind.append)
         out = model.generate(PROMPT, **GREEDY)[0]
     assert [event.column for event in blind] == list(UNSEEN) and not any(event.blind for event in met)
@@ -62,7 +62,7 @@ def test_a_blind_token_calls_and_leaves_the_streak_as_it_was(manager, model):
 
 
 def test_only_rules_that_pass_are_warned_of(manager, model):
-    with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap=lambda gap: None) as run:
+    with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap="report") as run:
         warnings.simplefilter("always")
         run.on("c9", above=0.9999999)
         run.on("c10", above=0.9999999, on_blind=lambda event: None)
@@ -73,7 +73,7 @@ def test_only_rules_that_pass_are_warned_of(manager, model):
 
 @pytest.mark.parametrize(("at_first", "then"), [("pass", "stop"), ("record", "pass")])
 def test_rules_that_held_at_blind_tokens_are_warned_of_whatever_holds_at_the_end(manager, model, at_first, then):
-    with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap=lambda gap: None) as run:
+    with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap="report") as run:
         warnings.simplefilter("always")
         run.update(rules=[{"concept": "c9", "above": 0.9999999, "on_blind": at_first}])
         model.generate(PROMPT, **GREEDY)
@@ -84,7 +84,7 @@ def test_rules_that_held_at_blind_tokens_are_warned_of_whatever_holds_at_the_end
 
 
 def test_what_cannot_be_done_is_refused(manager, model):
-    with manager.attach(model, on_gap=lambda gap: None) as run:
+    with manager.attach(model, on_gap="report") as run:
         with pytest.raises(ConfigError, match="on_blind is 'halt'"):
             run.on("c9", above=0.5, on_blind="halt")
         run.on("c9", above=0.9999999, action=lambda event: None, on_blind="stop")

@@ -102,7 +102,7 @@ def test_after_some_errors_scoring_pauses_and_comes_back_by_one_try(watched):
         def tick(placed, scores):
             clock.now += 4.0
 
-        run.listen(tick)
+        run.follow(tick)
         out = watched.model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 18})
         assert run.breaker.state == CLOSED
     unseen = run.result(out).coverage.unseen

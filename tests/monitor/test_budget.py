@@ -15,10 +15,10 @@ import grouped_packs
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
-from probemon.monitor.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget, Ladder
+from probemon.monitor.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget
 from probemon.monitor.rungs import ALL, AUDIT, DEPTH, EVERY, LEFT_OUT, NAMED, NAMES, OFF, SAMPLED
 from probemon.tracking import decoder_hooks
-from probemon.tracking.observer import ForwardTime
+from probemon.tracking.source_reports import ForwardTime
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -38,7 +38,7 @@ def slowed(run, clock, seconds):
     def wait(placed, scores):
         clock.seconds += seconds()
 
-    run.listen(wait)
+    run.follow(wait)
 
 
 def generate(model, n):
@@ -80,14 +80,14 @@ def test_every_rung_leaves_out_what_it_says_and_scores_the_rest_as_ever(tmp_path
     manager = managers(tmp_path, model, kind)
     pack, name = manager.pack, "one:c14" if kind == "several packs" else "c12" if "groups" in kind else "c14"
     always = pack.find(name)
-    with manager.attach(model, budget=Budget(ms=1.0)) as run:
+    with manager.attach(model, followers=[Budget(ms=1.0)]) as run:
         run.update(always_on=[name])
         slowed(run, clock, lambda: 0.010)
         out = generate(model, 60)
     result = run.result(out)
     rungs, coverage = rungs_of(run, result), result.coverage
     expected = [DEPTH, NAMED, SAMPLED, OFF] if kind == "several packs" else [AUDIT, DEPTH, NAMED, SAMPLED, OFF]
-    assert list(dict.fromkeys(rungs)) == [ALL, *expected] and run.budget.rung == "off" and run.budget.at_its_end
+    assert list(dict.fromkeys(rungs)) == [ALL, *expected] and run.watching.rung_name == "off"
     assert [rungs.count(rung) for rung in expected[:-1]] == [DOWN_AFTER] * len(expected[:-1])
     everything = manager.score_all(states_of(model, out)[0]).numpy()
     groups = {pack.find(f"c{i}"): group for i, group in enumerate(grouped_packs.GROUPS)} if "groups" in kind else {}
@@ -125,7 +125,7 @@ def test_every_rung_leaves_out_what_it_says_and_scores_the_rest_as_ever(tmp_path
         assert coverage.audited.sum() > 0
     told = {NAMES[rung]: rungs.count(rung) for rung in (ALL, *expected)}
     told["off"] -= 1  # the last token, which the host never runs
-    assert dict(run.budget.tokens) == told
+    assert dict(run.follower(Budget).tokens) == told
 
 
 def test_on_the_depth_rung_scores_are_those_of_a_pack_whose_leaves_are_excluded(tmp_path, clock):
@@ -135,9 +135,9 @@ def test_on_the_depth_rung_scores_are_those_of_a_pack_whose_leaves_are_excluded(
     start = set(np.flatnonzero(manager.plan.always).tolist())
     leaves = [pack.concepts[p]["id"] for p in range(pack.n_probes) if not len(pack.tree.children(p)) and p not in start]
     narrow = DynamicProbeManager(pack, keep_top_k=5, exclude=leaves)
-    ladder = Ladder(Budget(ms=1.0))
+    ladder = Budget(ms=1.0)
     ladder.rung = DEPTH
-    with manager.attach(model, budget=ladder) as run, narrow.attach(model) as other:
+    with manager.attach(model, followers=[ladder]) as run, narrow.attach(model) as other:
         out = generate(model, 12)
     result, same = run.result(out), other.result(out)
     assert result.coverage.shed[0] == len(leaves) == same.coverage.excluded[0] > 0
@@ -150,14 +150,14 @@ def test_what_has_a_rule_is_never_left_out(tmp_path, clock):
     model, manager = make_model(), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()), audit_rate=1)
     events = []
     for budget in (None, Budget(ms=1.0)):
-        with manager.attach(model, budget=budget) as run:
+        with manager.attach(model, followers=[budget] if budget else []) as run:
             run.on(["c9", "c10", "c26"], above=0.2, for_tokens=2, action="record")
             slowed(run, clock, lambda: 0.010)
             out = generate(model, 80)
         events.append([(event.concept, event.column, event.score) for event in run.events])
     result = run.result(out)
     assert events[0] == events[1] and len(events[0]) > 3
-    assert set(rungs_of(run, result)) == {ALL, AUDIT, DEPTH, NAMED} and run.budget.rung == "named"
+    assert set(rungs_of(run, result)) == {ALL, AUDIT, DEPTH, NAMED} and run.watching.rung_name == "named"
     assert not any(result.coverage.unseen[:-1])
     assert {result.scores.active(t).size for t in range(len(result) - 2, len(result) - 1)} == {
         int(manager.plan_with(["c9", "c10", "c26"]).named.sum())
@@ -170,13 +170,13 @@ def test_it_comes_back_when_the_slowness_ends(tmp_path, clock):
     model = make_model()
     slow = {"seconds": 0.010}
     with DynamicProbeManager(make_pack(tmp_path / "pack", model), audit_rate=1).attach(
-        model, budget=Budget(ms=1.0)
+        model, followers=[Budget(ms=1.0)]
     ) as run:
         slowed(run, clock, lambda: slow["seconds"])
         first = generate(model, 60)
         slow["seconds"] = 0.0005
         then = [generate(model, 100), generate(model, 100)]
-        assert run.budget.rung == "all" and run.health().checks[-1].state == "ok"
+        assert run.watching.rung_name == "all" and run.health().checks[-1].state == "ok"
     rungs = [rungs_of(run, run.result(first))] + [rungs_of(run, run.result(out)) for out in then]
     assert rungs[0].index(OFF) - PROMPT.shape[1] <= 50
     back = [rung for part in rungs[1:] for rung in part[PROMPT.shape[1] : -1]]
@@ -189,12 +189,16 @@ class Steps:
 
     def __init__(self, tmp_path, budget):
         model = make_model()
-        self.run = DynamicProbeManager(make_pack(tmp_path / "pack", model), audit_rate=1).attach(model, budget=budget)
+        self.run = DynamicProbeManager(make_pack(tmp_path / "pack", model), audit_rate=1).attach(
+            model, followers=[budget]
+        )
+        self.run.__enter__()
+        self.shedding = self.run.followers[-1]
 
     def take(self, n, inside, host=0.0, prompt=False):
         for _ in range(n):
-            self.run.budget.forward(ForwardTime(inside, inside + host, 5 * prompt, not prompt))
-        return self.run.budget.rung
+            self.shedding.forward(ForwardTime(inside, inside + host, 5 * prompt, not prompt))
+        return self.run.watching.rung_name
 
 
 def test_a_step_is_judged_by_the_larger_of_both_and_prompts_are_not(tmp_path):
@@ -209,30 +213,31 @@ def test_a_step_is_judged_by_the_larger_of_both_and_prompts_are_not(tmp_path):
 
 def test_runs_that_share_a_ladder_are_on_its_rung_as_far_as_their_rules_allow(tmp_path, clock):
     model, manager = make_model(), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()), audit_rate=1)
-    ladder, slow = Ladder(Budget(ms=1.0)), {"seconds": 0.010}
-    with manager.attach(model, budget=ladder) as run:
+    ladder, slow = Budget(ms=1.0), {"seconds": 0.010}
+    with manager.attach(model, followers=[ladder]) as run:
         slowed(run, clock, lambda: slow["seconds"])
         generate(model, 50)
-        assert run.budget.rung == "off"
-    with manager.attach(model, budget=ladder) as ruled:
+        assert run.watching.rung_name == "off"
+    with manager.attach(model, followers=[ladder]) as ruled:
         ruled.on("c9", above=0.2, action="record")
         slowed(ruled, clock, lambda: slow["seconds"])
         out = generate(model, 6)
-        assert ruled.budget.rung == "named" and ladder.rung == OFF
+        assert ruled.watching.rung_name == "named" and ladder.rung == OFF
         assert ruled.result(out).coverage.unseen[:-1].count("") == len(out[0]) - 1
         slow["seconds"] = 0.0
         generate(model, UP_AFTER + DOWN_AFTER)
         assert ladder.rung < NAMED  # what holds for one holds for all
-    with manager.attach(model, budget=ladder) as third:
-        assert third.budget.rung == NAMES[ladder.rung]
+    with manager.attach(model, followers=[ladder]) as third:
+        assert third.watching.rung_name == NAMES[ladder.rung]
 
 
 def test_what_was_shed_before_the_rules_came_is_not_what_is_watched(tmp_path):
-    manager, ladder = DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), n=4)), Ladder(Budget(ms=1.0))
+    manager, ladder = DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), n=4)), Budget(ms=1.0)
     ladder.rung = OFF  # by another run, say
-    run = manager.attach(make_model(), budget=ladder)
-    run.on(["c0", "c1", "c2", "c3"], above=0.2, action="record")  # all that there is: nothing may be left out
-    assert run.budget.rung == "all" and [len(one.rules) for one in run.watches] == [4]
+    with manager.attach(make_model(), followers=[ladder]) as run:
+        run.on(["c0", "c1", "c2", "c3"], above=0.2, action="record")  # all that there is: nothing may be left out
+        generate(run.model, 1)
+    assert run.watching.rung_name == "all" and [len(one.rules) for one in run.watches] == [4]
 
 
 def test_between_the_two_limits_nothing_moves(tmp_path):
@@ -246,9 +251,9 @@ def test_a_change_of_rules_keeps_what_it_may_and_brings_back_what_it_must(tmp_pa
     steps = Steps(tmp_path, Budget(ms=1.0))
     assert steps.take(5 * DOWN_AFTER, inside=0.01) == "off"
     steps.run.update(rules=[{"concept": "c9", "above": 0.5, "action": "record"}])
-    assert steps.run.budget.rung == "named"
+    assert steps.run.watching.rung_name == "named"
     steps.run.update(rules=[], exclude=["c3"])
-    assert steps.run.budget.rung == "off" and steps.run.watches[-1].exclude == ("c3",)
+    assert steps.run.watching.rung_name == "off" and steps.run.watches[-1].exclude == ("c3",)
 
 
 def test_the_page_says_how_it_goes_down_and_up():

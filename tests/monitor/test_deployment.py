@@ -83,12 +83,12 @@ def test_a_file_does_what_the_same_calls_do(folder, kind):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, **GREEDY)
     own = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"], audit_rate=1.0, strategy="descent")
-    with own.attach(model, on_gap=lambda gap: None) as other:
+    with own.attach(model, on_gap="report") as other:
         other.on("c9", above=0.2, action=lambda event: None)
         low = own.pack.with_alert_set("rate_0.01").alert_threshold
         for probe in own.pack.find_all(["c1*", "c3"]):
             other.on(probe, above=float(low[probe]), for_tokens=2, on_blind="raise")
-        other.add_sink(JsonLinesSink(folder / "own.jsonl", top_k=3))
+        other.follow(JsonLinesSink(folder / "own.jsonl", top_k=3))
         expected = model.generate(PROMPT, **GREEDY)
     assert torch.equal(out, expected) and out.shape[1] < 19, "it stops"
     mine, theirs = ([{**vars(event), "alert_set": None} for event in one.events] for one in (run, other))

@@ -21,8 +21,8 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.core.drift_reference import DriftReference
 from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.errors import CalibrationError, ConfigError
+from probemon.monitor.check import OK, WARNING
 from probemon.monitor.drift import ALARM_KINDS, DriftMonitor
-from probemon.monitor.health import OK, WARNING
 from running_server import demo_tokenizer
 
 ROWS, NEW = 50, 3
@@ -62,7 +62,7 @@ def prompts(seed, n=ROWS, first=4, last=61):
 
 def watch(manager, model, drift, seeds, asked=prompts, tokenizer=None):
     """Generate a batch of requests for each seed, in one run; return its health."""
-    with manager.attach(model, tokenizer, drift=drift) as run:
+    with manager.attach(model, tokenizer, followers=[drift]) as run:
         for seed in seeds:
             ids = asked(seed)
             model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
@@ -125,7 +125,7 @@ def test_special_tokens_that_a_request_begins_with_are_not_counted(manager, rare
     """As in the documents of a reference that calibrate makes. One that comes later is counted."""
     model, drift, rows, traits = make_model(), DriftMonitor(manager), [], []
     model.config.bos_token_id = 3
-    with torch.no_grad(), manager.attach(model, drift=drift):
+    with torch.no_grad(), manager.attach(model, followers=[drift]):
         for seed, n_before in enumerate((0, 1, 2, 1)):
             ids = prompts(seed)
             ids[:, :n_before], ids[:, 4] = 3, 3
@@ -153,7 +153,7 @@ def test_what_goes_on_from_a_cache_is_left_out(manager, model, reference):
     with torch.no_grad():
         model(ids[:, :3], past_key_values=cache)
     batching = ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=64)
-    with manager.attach(model, drift=drift) as run:
+    with manager.attach(model, followers=[drift]) as run:
         out = model.generate(ids, past_key_values=cache, **GREEDY)
         model.generate(torch.cat([out, ids], 1), past_key_values=cache, **GREEDY)
         assert (drift.n_requests, drift.n_incomplete) == (0, 1)  # of the second it is not known yet that it has ended
@@ -171,13 +171,17 @@ def test_what_goes_on_from_a_cache_is_left_out(manager, model, reference):
 
 def test_a_request_counts_once_where_several_runs_are_open(manager, model, reference):
     drift, ids = DriftMonitor(manager, reference), prompts(0, n=1)
-    with manager.attach(model, drift=drift), pytest.raises(ConfigError, match=r"same ones.*one_thread=True"):
-        manager.attach(model, drift=drift, one_thread=True).__enter__()
-    with manager.attach(model, drift=drift), manager.attach(model), manager.attach(make_model(), drift=drift):
+    with manager.attach(model, followers=[drift]), pytest.raises(ConfigError, match=r"same ones.*one_thread=True"):
+        manager.attach(model, followers=[drift], one_thread=True).__enter__()
+    with (
+        manager.attach(model, followers=[drift]),
+        manager.attach(model),
+        manager.attach(make_model(), followers=[drift]),
+    ):
         model.generate(ids, **GREEDY)
 
     def of_thread():
-        with manager.attach(model, drift=drift, one_thread=True):
+        with manager.attach(model, followers=[drift], one_thread=True):
             meet.wait()
             model.generate(ids, **GREEDY)
             meet.wait()
@@ -197,7 +201,7 @@ def test_nothing_is_raised_where_nothing_changed_and_watching_changes_nothing(ma
     assert drift.alarms == () and drift.n_alarms == 0 and drift.report()["n_requests"] == 1500
     assert health.checks[-1].what == "1,500 requests are like the 1,000 of the reference" and not health.wrong
     ids = prompts(7)
-    with manager.attach(model, drift=DriftMonitor(manager)):
+    with manager.attach(model, followers=[DriftMonitor(manager)]):
         watched = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
     assert torch.equal(watched, model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY))
 
@@ -382,12 +386,12 @@ def test_requests_of_which_a_token_was_not_seen_or_a_probe_dropped_are_left_out(
 
 
 def drift_run(pack, host, drift):
-    return DynamicProbeManager(pack).attach(host, drift=drift, on_gap=lambda gap: None)
+    return DynamicProbeManager(pack).attach(host, followers=[drift], on_gap="report")
 
 
 def test_requests_of_other_concepts_than_the_manager_watches_are_left_out(manager, model):
     drift, ids = DriftMonitor(manager), prompts(0)
-    with manager.attach(model, drift=drift) as run:
+    with manager.attach(model, followers=[drift]) as run:
         run.update(exclude=["c20"])
         model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
         run.update(exclude=[])
@@ -405,10 +409,10 @@ def test_runs_of_another_manager_are_refused_or_left_out(manager, model, rare, t
         with pytest.raises(ConfigError, match=r"those of this run .* are others"):
             drift_run(other, model, drift)
     less, ids = DynamicProbeManager(rare, load_threshold=0.95), prompts(0)
-    with less.attach(model, drift=drift) as run:
+    with less.attach(model, followers=[drift]) as run:
         model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
     assert not run.failures and (drift.n_incomplete, drift.n_requests) == (ROWS, 0)
-    with DynamicProbeManager(rare).attach(model, drift=drift):
+    with DynamicProbeManager(rare).attach(model, followers=[drift]):
         model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
     assert drift.n_requests == ROWS
 
@@ -416,7 +420,7 @@ def test_runs_of_another_manager_are_refused_or_left_out(manager, model, rare, t
 def test_beams_are_left_out_and_generations_that_fail_are_requests(manager, model):
     drift = DriftMonitor(manager)
     ids = prompts(0, 4)
-    with manager.attach(model, drift=drift) as run:
+    with manager.attach(model, followers=[drift]) as run:
         model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=2, **GREEDY)
         with pytest.raises(ZeroDivisionError):
             model.generate(

@@ -209,7 +209,7 @@ def test_a_judge_may_be_asked_of_what_was_not_seen(manager, model, free):
         questions.append(question)
         return "stop"
 
-    with manager.attach(model, on_gap=lambda gap: None) as run:
+    with manager.attach(model, on_gap="report") as run:
         run.on("c9", above=0.9999999, action="record", on_blind=Escalate(judge, SLOW, "hold", "raise"))
         with Blinded(model, lost={3}):
             out = model.generate(PROMPT, **GREEDY)
@@ -521,11 +521,11 @@ def test_waiting_for_a_judge_is_nothing_that_a_budget_sheds_for(manager, model):
         time.sleep(1.0)
         return "pass"
 
-    with manager.attach(model, budget=Budget(ms=100)) as run:
+    with manager.attach(model, followers=[Budget(ms=100)]) as run:
         run.on("c9", above=0.0, for_tokens=9, action=Escalate(judge, SLOW, "hold", "raise"))
         model.generate(PROMPT, **GREEDY)
     assert run.events[0].verdict.seconds >= 1.0 and max(run.forward_seconds) >= 1.0
-    assert run.budget.rung == "all" and set(run.budget.tokens) == {"all"}
+    assert run.watching.rung_name == "all" and set(run.follower(Budget).tokens) == {"all"}
 
 
 def test_who_goes_on_is_stopped_where_no_verdict_came_in_time(manager, model, free, hung):

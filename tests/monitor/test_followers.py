@@ -8,6 +8,7 @@ import torch
 
 from blinded import Blinded
 from conftest import PAD
+from hears import hears
 from probemon import DynamicProbeManager
 from probemon.core.scores import PROMPT
 from probemon.errors import AlignmentError, ConceptRaised
@@ -32,8 +33,8 @@ class Diary(Follower):
     def began(self, run):
         self.note("began", run)
 
-    def scored(self, placed, scores):
-        self.note("scored", placed.phase, len(scores))
+    def scored(self, batch, scores):
+        self.note("scored", batch.placed.phase, len(scores))
 
     def event(self, event, action):
         self.note("event", event, action)
@@ -105,18 +106,20 @@ def test_an_end_by_an_error_is_told_with_it(model, pack):
 @pytest.mark.parametrize("reported", [True, False])
 def test_gaps_are_told_whether_they_are_reported_or_raised(model, pack, reported):
     diary, gaps = Diary(), []
-    with DynamicProbeManager(pack).attach(model, on_gap=gaps.append if reported else "raise") as run:
+    with DynamicProbeManager(pack).attach(
+        model, on_gap="report" if reported else "raise", followers=[hears(gap=gaps.append)]
+    ) as run:
         run.follow(diary)
         with Blinded(model, lost={2, 4}), nullcontext() if reported else pytest.raises(AlignmentError):
             model.generate(PROMPTS[1:], **GREEDY)
     told = [gap for (gap,) in diary.of("gap")]
     assert [(gap.first, gap.last) for gap in told] == ([(6, 6), (8, 8)] if reported else [(6, 6)])
-    assert run.n_gaps == len(told) and gaps == (told if reported else [])
+    assert run.n_gaps == len(told) and gaps == told == list(run.gaps) if reported else gaps == told
 
 
 def test_what_a_follower_raises_ends_no_generation(model, pack):
     class Broken(Follower):
-        def scored(self, placed, scores):
+        def scored(self, batch, scores):
             raise ValueError("broken")
 
     expected = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)

@@ -13,7 +13,8 @@ from blinded import Blinded
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError
-from probemon.monitor.health import Check, Health
+from probemon.monitor.check import Check
+from probemon.monitor.health import Health
 from probemon.tracking.recording import GAP
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
@@ -50,7 +51,7 @@ def test_a_run_that_sees_is_healthy_before_it_runs_while_it_runs_and_after(manag
     assert failed(run.health()) == {"attached": "nothing is watched yet"}
     with run:
         before = run.health()
-        run.listen(lambda placed, scores: during.append(run.health()))
+        run.follow(lambda placed, scores: during.append(run.health()))
         host.generate(PROMPT, **GREEDY)
         after = run.health()
     for health in (before, *during, after, run.health()):
@@ -63,7 +64,7 @@ def test_a_run_that_sees_is_healthy_before_it_runs_while_it_runs_and_after(manag
 
 
 def test_a_hook_that_was_removed_is_named_at_once_and_after_the_end(manager, host):
-    with manager.attach(host, on_gap=lambda gap: None) as run:
+    with manager.attach(host, on_gap="report") as run:
         host.model.layers[1]._forward_hooks.clear()
         assert failed(run.health()) == {"hooks": "our hook at resid_post.1 was removed"}
         host.generate(PROMPT, **GREEDY)
@@ -96,7 +97,7 @@ def test_one_gap_that_was_raised_is_counted(manager, host):
 
 def test_few_tokens_past_the_hooks_are_a_warning_and_many_a_failure(manager, host):
     long = {**GREEDY, "max_new_tokens": 100}
-    with manager.attach(host, on_gap=lambda gap: None) as run:
+    with manager.attach(host, on_gap="report") as run:
         with Blinded(host, [3]):
             host.generate(PROMPT, **long)
         few = run.health()
@@ -134,7 +135,7 @@ def test_a_forward_of_the_decoder_that_runs_layers_past_their_hooks_is_named_and
             for layer in self.layers:
                 del layer._call_impl
 
-    with manager.attach(host, on_gap=lambda gap: None) as run:
+    with manager.attach(host, on_gap="report") as run:
         decoder.forward = types.MethodType(forward, decoder)
         assert run.health().ok and "the forward of LlamaModel" in warned(run.health())["hooks"]
         host.generate(PROMPT, **GREEDY)
@@ -224,7 +225,7 @@ def test_what_callbacks_raised_and_sinks_lost_is_told(manager, host):
 
     with manager.attach(host, callback_errors="report") as run:
         run.on("c0", above=0.0, action=action)
-        delivery = run.add_sink(Broken())
+        delivery = run.follow(Broken())
         host.generate(PROMPT, **GREEDY)
         delivery.close()
     found = failed(run.health())

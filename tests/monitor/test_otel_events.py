@@ -122,7 +122,7 @@ def test_a_generation_in_which_no_rule_is_met_says_so_and_without_rules_nothing_
 @pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
 def test_what_was_not_seen_is_no_silence(model, pack, memory):
     provider, records = memory
-    with DynamicProbeManager(pack).attach(model, on_gap=lambda gap: None) as run:
+    with DynamicProbeManager(pack).attach(model, on_gap="report") as run:
         run.on("c1", above=0.9999999, on_blind="record")
         run.follow(OpenTelemetryEvents(provider=provider))
         with Blinded(model, lost={2, 4}):
@@ -139,7 +139,7 @@ def test_what_was_not_seen_is_no_silence(model, pack, memory):
 @pytest.mark.parametrize("on_blind", ["record", "pass"])
 def test_what_was_not_seen_is_no_silence_once_it_is_forgotten(model, pack, memory, on_blind):
     provider, records = memory
-    with DynamicProbeManager(pack).attach(model, on_gap=lambda gap: None, keep_tokens=2) as run:
+    with DynamicProbeManager(pack).attach(model, on_gap="report", keep_tokens=2) as run:
         run.on("c1", above=0.9999999, on_blind=on_blind)
         run.follow(OpenTelemetryEvents(provider=provider))
         with Blinded(model, lost={1, 2}):

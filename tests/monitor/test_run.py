@@ -94,8 +94,9 @@ class Kept:
     [
         {},
         {"one_thread": True},
-        {"on_gap": print},
-        {"budget": Budget(ms=1e3)},
+        {"on_gap": "report"},
+        {"followers": [print]},
+        {"followers": [Budget(ms=1e3)]},
         {"breaker": Breaker()},
         {"keep_tokens": 9},
     ],
@@ -106,7 +107,7 @@ def test_nothing_is_left_of_a_run_that_is_entered_and_dropped(manager, options, 
     run = manager.attach(model, **options)
     run.on("c5", above=0.9999999, action=print)
     run.__enter__()
-    run.add_sink(sink)
+    run.follow(sink)
     out = model.generate(PROMPT, max_new_tokens=3, **NO_EOS)
     assert run.result(out).coverage.totals() and n_hooks(model) and shadowed(model)
     del run
@@ -124,9 +125,9 @@ def test_nothing_is_left_of_a_run_whose_own_callables_refer_to_it(manager):
     model = make_model()
 
     def drop():
-        run = manager.attach(model, on_gap=lambda gap: run.gaps).__enter__()
+        run = manager.attach(model, followers=[lambda placed, scores: run.gaps]).__enter__()
         run.on("c5", above=0.9, action=lambda event: run.stop(), on_blind=lambda event: run.stop())
-        run.listen(lambda placed, scores: run.events)
+        run.follow(lambda placed, scores: run.events)
         model.generate(PROMPT, max_new_tokens=3, **NO_EOS)
         assert n_hooks(model)
 
@@ -558,8 +559,7 @@ def test_what_is_given_once_a_run_has_ended_is_refused(manager, model):
     given = {
         "a rule": lambda: run.on(manager.pack.concepts[0]["id"], above=0.5),
         "what is watched": lambda: run.update(exclude=[manager.pack.concepts[0]["id"]]),
-        "a listener": lambda: run.listen(print),
-        "a follower": lambda: run.follow(object()),
+        "a follower": lambda: run.follow(print),
     }
     for what, give in given.items():
         with pytest.raises(ConfigError, match=f"has ended, and {what}"):

@@ -16,6 +16,7 @@ from probemon.core.scores import AUDITED, GENERATED, PHASES, PROMPT, Coverage, S
 from probemon.errors import ConfigError, MissingExtra, ProbemonError, SinkFailed
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
+from started import started
 
 P = 7
 CONCEPTS = [f"cöncept.{i}" for i in range(P)]
@@ -248,7 +249,7 @@ def test_json_lines_name_the_unseen_and_why(tmp_path):
 def test_a_token_whose_row_is_none_of_the_output_is_provisional(model, pack, beams):
     ids, sink = torch.tensor([[5, 9, 13], [7, 11, 3], [8, 4, 6]]), MemorySink()
     with DynamicProbeManager(pack).attach(model) as run:
-        run.add_sink(sink)
+        run.follow(sink)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=beams, max_new_tokens=3)
     tokens = [
         (batch.provisional, batch.phase, int(row), int(position), int(token))
@@ -467,7 +468,7 @@ def test_a_file_is_opened_once_and_not_written_outside_of_that(tmp_path, make):
         lambda path: MemorySink(2.5),
         lambda path: JsonLinesSink(path, top_k=-1),
         lambda path: ParquetSink(path, rows_per_group=0),
-        lambda path: Delivery(MemorySink(), CONCEPTS, max_batches=True),
+        lambda path: Delivery(MemorySink(), max_batches=True),
     ],
 )
 def test_a_bound_that_counts_nothing_is_refused(tmp_path, make):
@@ -481,7 +482,7 @@ def test_a_bound_that_counts_nothing_is_refused(tmp_path, make):
 @pytest.mark.parametrize("make", FILES)
 def test_a_delivered_file_is_the_same_as_one_written_directly(tmp_path, make):
     batches, tokens = make_batches()
-    delivery = Delivery(make(tmp_path / "a"), CONCEPTS)
+    delivery = started(make(tmp_path / "a"), CONCEPTS)
     for batch in batches:
         delivery.put(batch)
     delivery.close()
@@ -492,7 +493,7 @@ def test_a_delivered_file_is_the_same_as_one_written_directly(tmp_path, make):
 
 def test_put_does_not_wait_for_a_slow_sink_and_counts_what_it_drops():
     sink, rng, n, k = Gate(), np.random.default_rng(0), 5, 3
-    delivery = Delivery(sink, CONCEPTS, max_batches=n)
+    delivery = started(sink, CONCEPTS, max_batches=n)
     batches = [make_batch(rng, 2 + i, generation=i)[0] for i in range(n + k + 1)]
     sizes = [len(batch) for batch in batches]
     delivery.put(batches[0])
@@ -520,7 +521,7 @@ def test_put_does_not_wait_for_a_slow_sink_and_counts_what_it_drops():
 )
 def test_a_sink_that_raises_is_closed_and_counted_and_others_are_unaffected(at, n_written, message):
     sink, well = Fragile(*at), MemorySink()
-    deliveries = [Delivery(sink, CONCEPTS), Delivery(well, CONCEPTS)]
+    deliveries = [started(sink, CONCEPTS), started(well, CONCEPTS)]
     batches = [make_batch(np.random.default_rng(i), 1, generation=i)[0] for i in range(6)]
     for batch in batches:
         for delivery in deliveries:
@@ -535,7 +536,7 @@ def test_a_sink_that_raises_is_closed_and_counted_and_others_are_unaffected(at, 
 
 def test_what_is_put_after_the_sink_failed_is_dropped_before_close_is_called():
     sink = Fragile("open")
-    delivery = Delivery(sink, CONCEPTS)
+    delivery = started(sink, CONCEPTS)
     assert sink.closed.wait(20)
     delivery.put(make_batch(np.random.default_rng(0), 4)[0])
     assert counts(delivery) == (0, 4, 0) and str(delivery.stats().error) == "open failed"
@@ -543,7 +544,7 @@ def test_what_is_put_after_the_sink_failed_is_dropped_before_close_is_called():
 
 
 def test_a_failing_file_leaves_nothing_all_of_it_is_dropped_and_its_error_is_kept(tmp_path):
-    delivery = Delivery(JsonLinesSink(tmp_path / "a"), CONCEPTS)
+    delivery = started(JsonLinesSink(tmp_path / "a"), CONCEPTS)
     for batch in (make_batches()[0][1], bad_batch(), make_batches()[0][1]):
         delivery.put(batch)
     delivery.close()
@@ -554,7 +555,7 @@ def test_a_failing_file_leaves_nothing_all_of_it_is_dropped_and_its_error_is_kep
 @pytest.mark.parametrize("kind", FILES)
 def test_what_is_in_a_file_that_cannot_be_finished_is_dropped_and_in_one_that_lies_elsewhere_written(kind, tmp_path):
     sink, other = kind(tmp_path / "a"), kind(tmp_path / "b")
-    deliveries = [Delivery(one, CONCEPTS) for one in (sink, other)]
+    deliveries = [started(one, CONCEPTS) for one in (sink, other)]
     sink._check_whole = lambda n_bytes: 1 / 0
     (tmp_path / "b").write_text("another file took the name meanwhile")
     for delivery in deliveries:
@@ -569,7 +570,7 @@ def test_what_is_in_a_file_that_cannot_be_finished_is_dropped_and_in_one_that_li
 def test_a_callback_that_ends_the_program_ends_only_its_delivery():
     sink = Gate()
     sink.write = lambda batch: sys.exit("enough")
-    delivery = Delivery(sink, CONCEPTS)
+    delivery = started(sink, CONCEPTS)
     delivery.put(make_batch(np.random.default_rng(0), 4)[0])
     delivery.close()
     assert counts(delivery) == (0, 4, 0) and isinstance(delivery.stats().error, SystemExit) and sink.closed.is_set()
@@ -577,7 +578,7 @@ def test_a_callback_that_ends_the_program_ends_only_its_delivery():
 
 def test_a_stuck_sink_is_given_up_counted_and_named():
     sink = Gate()
-    delivery = Delivery(sink, CONCEPTS)
+    delivery = started(sink, CONCEPTS)
     (worker,) = [thread for thread in threading.enumerate() if thread.name == "probemon Gate"]
     assert worker.daemon  # the interpreter can end without it
     for n in (1, 2, 3):
@@ -598,7 +599,7 @@ def test_a_stuck_sink_is_given_up_counted_and_named():
 
 def test_close_delivers_everything_queued_first_and_may_be_called_twice():
     sink = Gate()
-    delivery = Delivery(sink, CONCEPTS)
+    delivery = started(sink, CONCEPTS)
     batches = [make_batch(np.random.default_rng(i), 3, generation=i)[0] for i in range(50)]
     for batch in batches:
         delivery.put(batch)
@@ -620,7 +621,7 @@ def test_a_sink_may_close_its_own_delivery():
         got.append(batch)
         delivery.close()
 
-    delivery = Delivery(CallbackSink(last), CONCEPTS)
+    delivery = started(CallbackSink(last), CONCEPTS)
     delivery.put(make_batch(np.random.default_rng(0), 4)[0])
     delivery.close()
     assert delivery.stats() == SinkStats(4, 0, 0, None) and len(got) == 1
@@ -639,7 +640,7 @@ def test_no_token_is_lost_or_counted_twice_while_several_threads_put(max_batches
         for k, row in enumerate(sizes)
     ]
     got = []
-    delivery = Delivery(CallbackSink(got.append), CONCEPTS, max_batches=max_batches)
+    delivery = started(CallbackSink(got.append), CONCEPTS, max_batches=max_batches)
     begun, done = [0] * n_threads, [0] * n_threads
 
     def put(k):

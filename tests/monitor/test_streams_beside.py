@@ -55,12 +55,11 @@ def test_rules_sinks_and_counts_of_a_stream_are_of_its_own_answer(manager, model
 
     def prepare(run):
         run.on(concept, above=above, action=action)
-        run.add_sink(kept)
+        run.follow(kept)
         runs.append(run)
 
     def metrics():
-        manager.metrics = ProcessMetrics(registry=CollectorRegistry())
-        return manager.metrics
+        return ProcessMetrics(registry=CollectorRegistry())
 
     def tokens_counted(found):
         lines = [line for line in found.text()[0].decode().splitlines() if line.startswith("probemon_tokens_total")]
@@ -69,22 +68,23 @@ def test_rules_sinks_and_counts_of_a_stream_are_of_its_own_answer(manager, model
     alone = 0.0
     for text in (RULED, OTHER):
         found = metrics()
-        list(manager.stream(model, tokenizer(), text, **GREEDY))
+        list(manager.stream(model, tokenizer(), text, followers=[found], **GREEDY))
         alone += tokens_counted(found)
     found = metrics()
+    options = {"followers": [found], **GREEDY}
     if asynchronous:
 
         async def read(text, **more):
-            return [e async for e in manager.stream_async(model, tokenizer(), text, max_waiting=1, **more, **GREEDY)]
+            return [e async for e in manager.stream_async(model, tokenizer(), text, max_waiting=1, **more, **options)]
 
         async def both():
             return await asyncio.gather(read(RULED, prepare=prepare), read(OTHER))
 
         ruled, other = asyncio.run(both())
     else:
-        first = manager.stream(model, tokenizer(), RULED, prepare=prepare, max_waiting=1, **GREEDY)
+        first = manager.stream(model, tokenizer(), RULED, prepare=prepare, max_waiting=1, **options)
         ruled = [next(first)]  # it runs, with its rule
-        other = list(manager.stream(model, tokenizer(), OTHER, **GREEDY))
+        other = list(manager.stream(model, tokenizer(), OTHER, **options))
         ruled += list(first)
     assert [event.token_id for event in ruled] == ruled_ids and [event.token_id for event in other] == other_ids
     (run,) = runs
@@ -175,17 +175,17 @@ def test_a_run_that_begins_in_the_middle_of_a_forward_of_another_thread_fails_no
 
 def test_a_stream_takes_what_attach_takes(manager, model):
     runs, breaker = [], Breaker()
-    options = {"budget": Budget(ms=1e4), "breaker": breaker, "keep_tokens": 4, "callback_errors": "report"}
+    options = {"followers": [Budget(ms=1e4)], "breaker": breaker, "keep_tokens": 4, "callback_errors": "report"}
     events = list(manager.stream(model, tokenizer(), OTHER, prepare=runs.append, **options, **GREEDY))
     [run] = runs
-    assert run.budget.rung == "all" and run.breaker is not None
+    assert run.follower(Budget).tokens.total() > 4 and run.breaker is not None
     assert 4 <= events[-1].result.coverage.seen.sum() < len(events)  # of the others scores were forgotten
     taken = inspect.signature(manager.attach).parameters
-    assert {*options, "drift", "routing", "on_gap", "strict", "one_thread"} <= taken.keys()
+    assert {*options, "on_gap", "strict", "one_thread", "model", "tokenizer"} == taken.keys()
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("bugdet", "budget"), ("keep_token", "keep_tokens"), ("prepar", "prepare")]
+    ("name", "meant"), [("folowers", "followers"), ("keep_token", "keep_tokens"), ("prepar", "prepare")]
 )
 def test_an_option_that_is_misspelt_is_our_error(manager, model, name, meant):
     with pytest.raises(ConfigError, match=rf"neither a stream nor generate\(\) takes '{name}', did you mean '{meant}'"):

@@ -218,7 +218,7 @@ def test_traffic_is_of_all_rows_and_runs_in_the_order_in_which_they_came(counted
     for ids in (BATCH, PROMPT):
         with manager.attach(model) as run:
             run.add_rules([rule, other])
-            run.listen(lambda placed, scores: order.append((placed, scores)))
+            run.follow(lambda placed, scores: order.append((placed, scores)))
             model.generate(ids, attention_mask=(ids != PAD).long(), **{**GREEDY, "max_new_tokens": 25})
         met += [(event.row, event.column, event.value) for event in run.events if event.concept == "c9"]
     # Plain Python: the running score of each row, its log odds, and all that came before it.

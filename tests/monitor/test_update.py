@@ -85,7 +85,7 @@ def test_changes_are_those_of_a_replay(folder, arena):  # noqa: F811
                 exclude, always_on, _ = part = PARTS[len(numbers) + 1]
                 numbers.append(run.update(exclude=exclude, always_on=always_on, rules=rules_of(part)))
 
-        run.listen(change)
+        run.follow(change)
         out = model.generate(PROMPT, **GREEDY)
         events = [(event.concept, event.column, event.score) for event in run.events]
     result = run.result(out)
@@ -130,7 +130,7 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
                 assert len(run.watches) == 1 and run.deployment.path.name == "watch.yaml"
                 run.update(written(folder, better, "edited.yaml"))
 
-        run.listen(reload)
+        run.follow(reload)
         out = model.generate(PROMPT, **GREEDY)
     assert not run.failures and [one.deployment for one in run.watches] == [
         DynamicProbeManager.from_deployment(folder / name).deployment.sha256 for name in ("watch.yaml", "edited.yaml")
@@ -165,7 +165,7 @@ def test_more_that_is_always_on_does_not_exceed_the_limit(tmp_path, n_packs):
     manager = DynamicProbeManager(packs, load_threshold=0.5, keep_top_k=14, max_loaded_probes=16)
     model, more = make_model(), [f"{'a:' * (n_packs > 1)}c{i}" for i in range(3, 30, 2)]
     with manager.attach(model) as run:
-        run.listen(lambda placed, scores: placed.columns[0] == 9 and run.update(always_on=more))
+        run.follow(lambda placed, scores: placed.columns[0] == 9 and run.update(always_on=more))
         out = model.generate(PROMPT, **GREEDY)
     coverage = run.result(out).coverage
     assert not run.failures and run.result(out).watches[-1] == (0, 10, 1)
@@ -243,7 +243,7 @@ def test_what_cannot_be_changed_is_refused(folder):  # noqa: F811
         ):
             with pytest.raises(ConfigError, match=re.escape(said)):
                 run.update(**arguments)
-        run.listen(lambda placed, scores: run.update(rules=[{"concept": "c3", "above": 0.1, "action": "stop"}]))
+        run.follow(lambda placed, scores: run.update(rules=[{"concept": "c3", "above": 0.1, "action": "stop"}]))
         model.generate(PROMPT, num_beams=2, **{**GREEDY, "max_new_tokens": 2})
         assert isinstance(run.failures[0], NotSupportedDecoding) and len(run.watches) == 1
         run._failures.errors.clear()
@@ -256,6 +256,6 @@ def test_a_stop_that_came_while_beams_began_is_an_error_where_it_would_act(folde
     with manager.attach(model) as run:
         late = make_rules(manager.pack, "c9", above=0.0, action="stop")
         # Past the check of run.update, as where the beams begin between that and the change.
-        run.listen(lambda placed, scores: run._watches.change(late) if placed.phase == 0 else None)
+        run.follow(lambda placed, scores: run._watches.change(late) if placed.phase == 0 else None)
         with pytest.raises(NotSupportedDecoding, match="a stop cannot end one beam"):
             model.generate(PROMPT, num_beams=2, **GREEDY)

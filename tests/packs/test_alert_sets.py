@@ -321,7 +321,7 @@ def test_weights_that_were_written_to_are_not_those_of_the_files(model, tmp_path
     assert torch.equal(copied.weights["b1"], written.weights["b1"])
     drift = DriftMonitor(DynamicProbeManager(as_made))
     with pytest.raises(ConfigError, match="counts by the probes and alert thresholds"):
-        DynamicProbeManager(written).attach(make_model(), drift=drift)
+        DynamicProbeManager(written).attach(make_model(), followers=[drift])
 
 
 def test_expand_thresholds_calibrated_for_others_go_with_thresholds_written_to(model, tmp_path):

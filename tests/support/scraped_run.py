@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor
+from probemon.adapters.routing.recorder import Routing
 from probemon.monitor.breaker import Breaker
 from probemon.monitor.budget import Budget
 from probemon.monitor.drift import DriftMonitor
@@ -38,14 +39,18 @@ def scraped_run(folder):
     with ExitStack() as stack:
         stack.callback(running.close)
         monitor = stack.enter_context(RoutingMonitor(bem, bem=make_bem(bem)))
-        stack.enter_context(metrics.routing(monitor))
+        stack.enter_context(metrics.showing(monitor))
         run = stack.enter_context(
-            manager.attach(moe, routing=True, drift=DriftMonitor(manager), budget=Budget(ms=1e6), breaker=Breaker())
+            manager.attach(
+                moe,
+                followers=[Routing(), DriftMonitor(manager), Budget(ms=1e6)],
+                breaker=Breaker(),
+            )
         )
         run.on("c1", above=0.0, action="record")
         run.on("c2", above=0.0, action=Escalate(lambda question: "pass", 5.0, meanwhile="pass", on_failure="pass"))
         run.follow(metrics)
-        run.add_sink(MemorySink())
+        run.follow(MemorySink())
         port = stack.enter_context(served(metrics.registry, 0))
 
         def go_on():

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from conftest import EOS, OLDEST, PAD, make_model, make_pack, n_hooks
+from hears import hears
 from oracle import check
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, NotSupportedDecoding
@@ -205,7 +206,7 @@ def test_hooks_removed_from_the_decoder_are_loud(host):
         model.generate_batch(PROMPTS[:2], **configs())
     model.model._forward_pre_hooks_with_kwargs.clear()
     gaps = []
-    with manager.attach(model, on_gap=gaps.append) as run:
+    with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
         model.model._forward_pre_hooks.clear()
         outputs = model.generate_batch(PROMPTS[:2], **configs())
     model.model._forward_pre_hooks_with_kwargs.clear()

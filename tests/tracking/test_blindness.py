@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from arrangements import tokenizer
 from blinded import Blinded
 from conftest import OLDEST, PAD, make_model
+from hears import hears
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, CallbackFailed, ConfigError
 from probemon.monitor.sinks import MemorySink
@@ -50,8 +51,8 @@ def same_prompt(mine, oracle, columns):
 )
 def test_chunk_of_a_prompt(manager, model, lost, columns):
     memory, gaps = MemorySink(), []
-    with manager.attach(model, on_gap=gaps.append) as run, Blinded(model, lost):
-        run.add_sink(memory)
+    with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run, Blinded(model, lost):
+        run.follow(memory)
         out = model.generate(PROMPT, **GREEDY, prefill_chunk_size=2)
     result = run.result(out)
     assert unseen(result) == {**dict.fromkeys(columns, GAP), 12: LAST} and gaps
@@ -63,7 +64,7 @@ def test_chunk_of_a_prompt(manager, model, lost, columns):
 @pytest.mark.skipif(OLDEST, reason="no chunks there")
 def test_second_turn_in_chunks(manager, model):
     cache, gaps = DynamicCache(), []
-    with manager.attach(model, on_gap=gaps.append) as run:
+    with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
         first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
         ids = torch.cat([first, torch.tensor([[33, 34, 35]])], dim=1)
         with Blinded(model, [1]):  # columns 12, 13; 14, 15; then the generated ones
@@ -91,7 +92,7 @@ def test_document_goes_on_where_a_generation_ended(manager, model):
 @pytest.mark.parametrize("lost", [[0], [1], [0, 1, 2]], ids=str)
 def test_second_turn_keeps_the_first(manager, model, lost):
     cache, gaps = DynamicCache(), []
-    with manager.attach(model, on_gap=gaps.append) as run:
+    with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
         first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
         ids = torch.cat([first, torch.tensor([[33, 34]])], dim=1)
         with Blinded(model, lost):
@@ -106,7 +107,7 @@ def test_second_turn_keeps_the_first(manager, model, lost):
 
 def test_first_turn_that_was_not_seen_at_all_comes_in_a_cache(manager, model):
     cache = DynamicCache()
-    with manager.attach(model, on_gap=lambda gap: None) as run:
+    with manager.attach(model, on_gap="report") as run:
         with Blinded(model, range(99)):
             first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
         second = model.generate(torch.cat([first, torch.tensor([[33]])], dim=1), **GREEDY, past_key_values=cache)
@@ -116,8 +117,8 @@ def test_first_turn_that_was_not_seen_at_all_comes_in_a_cache(manager, model):
 
 def test_blind_prompt_of_embeddings_is_sent_to_sinks(manager, model):
     memory = MemorySink()
-    with manager.attach(model, on_gap=lambda gap: None) as run, Blinded(model, [0]):
-        run.add_sink(memory)
+    with manager.attach(model, on_gap="report") as run, Blinded(model, [0]):
+        run.follow(memory)
         out = model.generate(inputs_embeds=model.get_input_embeddings()(PROMPT).detach(), **GREEDY)
     assert unseen(run.result(out)) == {7: LAST}
     assert [int(p) for batch in memory.batches for p in batch.position] == [*range(-5, 0), *range(7)]
@@ -153,7 +154,7 @@ def test_every_forward_hook_removed(manager, model, options, lost):
     with manager.attach(model), Removed(model, lost), pytest.raises(AlignmentError, match="without reaching"):
         model.generate(PROMPT, **{**GREEDY, **options})
     gaps = []
-    with manager.attach(model, on_gap=gaps.append) as run, Removed(model, lost):
+    with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run, Removed(model, lost):
         out = model.generate(PROMPT, **{**GREEDY, **options})
     result = run.result(out)
     assert len(gaps) >= min(len(lost), 2) and set(unseen(result).values()) == {
@@ -180,7 +181,7 @@ def test_every_forward_hook_removed_from_a_plain_forward(manager, model):
         pytest.raises(AlignmentError, match="without reaching"),
     ):
         model(PROMPT)
-    with manager.attach(model, on_gap=lambda gap: None) as run, torch.no_grad():
+    with manager.attach(model, on_gap="report") as run, torch.no_grad():
         with Removed(model, [0]):
             model(PROMPT)
         assert set(unseen(run.result(PROMPT)).values()) == {"the host did not run through resid_post.1"}
@@ -190,7 +191,7 @@ def test_every_forward_hook_removed_from_a_plain_forward(manager, model):
 
 def test_beams_cannot_be_followed_past_a_gap(manager, model):
     with (
-        manager.attach(model, on_gap=lambda gap: None),
+        manager.attach(model, on_gap="report"),
         Blinded(model, [2]),
         pytest.raises(AlignmentError, match="past our hooks"),
     ):
@@ -213,8 +214,8 @@ class TestRequests:
     @pytest.mark.parametrize("lost", [[0], [1], [2, 3], [4]], ids=str)
     def test_packed_forward(self, manager, model, batching, lost):
         gaps, memory = [], MemorySink()
-        with manager.attach(model, on_gap=gaps.append) as run, Blinded(model, lost):
-            run.add_sink(memory)
+        with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run, Blinded(model, lost):
+            run.follow(memory)
             outputs = model.generate_batch([PROMPT[0].tolist()], **batching, progress_bar=False)
         # 4 tokens in the first forward, the fifth in the second, then those generated one by one.
         columns = [c for n in lost for c in ([0, 1, 2, 3] if n == 0 else [3 + n])]
@@ -242,7 +243,7 @@ class TestRequests:
 
     def test_stop_ends_what_runs_and_what_waits_and_nothing_after(self, manager, model, batching):
         with manager.attach(model) as run:
-            run.listen(lambda placed, scores: run.stop() if placed.phase == 1 and placed.columns[0] == 6 else None)
+            run.follow(lambda placed, scores: run.stop() if placed.phase == 1 and placed.columns[0] == 6 else None)
             outputs = model.generate_batch(
                 [[1, 5, 9, 13, 7], [1, 44, 3], [8, 2], [7, 7, 7]], **batching, progress_bar=False
             )

@@ -97,7 +97,7 @@ def test_rules_stops_and_sinks_work_in_a_loop(manager, model):
     with manager.attach(model) as run:
         run.on(top, above=level, action=events.append)
         run.on(top, above=level, action="stop")
-        run.add_sink(memory)
+        run.follow(memory)
         ids = decode(run, model, PROMPT, 8)
     with manager.attach(model) as oracle:
         oracle.on(top, above=level, action="stop")
@@ -278,7 +278,7 @@ def test_a_loop_that_is_not_followed_is_refused_where_something_waits_for_its_to
 ):
     runs = model if host == "whole" else model.model
     with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(runs) as run:
-        run.on("c0", above=0.0) if waits == "rule" else run.add_sink(MemorySink())
+        run.on("c0", above=0.0) if waits == "rule" else run.follow(MemorySink())
         ids, cache = PROMPT, DynamicCache() if cached else None
         for _ in range(3):
             model(ids[:, cache.get_seq_length() :] if cached else ids, past_key_values=cache, use_cache=cached)
@@ -326,7 +326,7 @@ def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager
             ids = torch.cat([ids, model(**{**inputs, "use_cache": cached}).logits[:, -1:].argmax(-1)], dim=1)
 
     with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
-        run.add_sink(MemorySink())
+        run.follow(MemorySink())
         loop()
     with torch.no_grad(), manager.attach(model) as run:
         loop()
@@ -336,17 +336,17 @@ def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager
 def test_windows_that_move_on_and_loops_side_by_side_are_told(manager, model):
     with torch.no_grad():
         with manager.attach(model) as run:  # documents, of which one is read twice
-            run.add_sink(memory := MemorySink())
+            run.follow(memory := MemorySink())
             for ids in (torch.full((1, 5), 9), torch.full((1, 5), 9), PROMPT, PROMPT + 1):
                 model(ids)
         assert len(memory.batches) == 4
         with pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
-            run.add_sink(MemorySink())
+            run.follow(MemorySink())
             ids = PROMPT
             for _ in range(3):
                 ids = torch.cat([ids, model(ids[:, -5:]).logits[:, -1:].argmax(-1)], dim=1)
         with pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
-            run.add_sink(MemorySink())
+            run.follow(MemorySink())
             both = [PROMPT, PROMPT + 1]
             for _ in range(2):
                 both = [torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1) for ids in both]

@@ -123,7 +123,7 @@ def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
         pytest.raises(NotSupportedDecoding, match="outside of a forward"),
         manager.attach(model) as run,
     ):
-        run.add_sink(sink)
+        run.follow(sink)
         act()
 
 
@@ -193,7 +193,7 @@ def test_a_run_with_rules_that_watched_nothing_warns(manager):
     model = make_model()
     other, sink = copy.deepcopy(model), MemorySink()
     with pytest.warns(UserWarning, match="0 rules and 1 sink set.*not to a copy"), manager.attach(other) as run:
-        run.add_sink(sink)
+        run.follow(sink)
         model.generate(IDS, **GREEDY)
     with pytest.warns(UserWarning, match="1 rule and 0 sinks set"), manager.attach(other) as run:
         ruled(run, [])
@@ -271,7 +271,7 @@ ADAPTED = pytest.mark.filterwarnings(
 def test_an_adapter_that_is_switched_and_switched_back_is_told(manager, two_adapters):
     """At the end the host is what it was, and some tokens are of another."""
     with torch.no_grad(), manager.attach(two_adapters) as run:
-        run.listen(lambda placed, scores: two_adapters.set_adapter("two" if placed.columns.max() == 8 else "one"))
+        run.follow(lambda placed, scores: two_adapters.set_adapter("two" if placed.columns.max() == 8 else "one"))
         switched = two_adapters.generate(input_ids=IDS, **GREEDY)
         ids, cache = IDS, DynamicCache()
         with run.generating(from_column=IDS.shape[1]) as loop:
@@ -310,7 +310,7 @@ def test_health_says_that_the_host_changed_between_generations_and_does_not_forg
         state, between = host_check(run)
         assert state == "ok" and "changed 2 times after the attach" in between and not run.health().wrong
         switch = [True]
-        run.listen(lambda placed, scores: two_adapters.set_adapter("one") if switch and switch.pop() else None)
+        run.follow(lambda placed, scores: two_adapters.set_adapter("one") if switch and switch.pop() else None)
         switched = two_adapters.generate(input_ids=IDS, **GREEDY)
         within = host_check(run)
         said = "weights, adapters or settings of the host changed within a generation or a document"
@@ -362,7 +362,7 @@ def test_an_adapter_whose_scale_changes_within_a_generation_is_told(manager, two
     layer = next(module for module in two_adapters.modules() if hasattr(module, "base_layer"))
     with manager.attach(two_adapters) as run:
         same = two_adapters.generate(input_ids=IDS, **GREEDY)
-        run.listen(lambda placed, scores: layer.scaling.update(one=3.0))
+        run.follow(lambda placed, scores: layer.scaling.update(one=3.0))
         scaled = two_adapters.generate(input_ids=IDS, **GREEDY)
     assert [run.result(out, generation=n).host_changed for n, out in enumerate((same, scaled))] == [False, True]
 
@@ -470,7 +470,7 @@ def test_an_adapter_that_changes_within_a_document_or_a_request_is_told(manager,
     for switches in (False, True):
         with manager.attach(two_adapters) as run:
             if switches:
-                run.listen(lambda placed, scores: two_adapters.set_adapter("one"))
+                run.follow(lambda placed, scores: two_adapters.set_adapter("one"))
             outputs = host.generate_batch(IDS.tolist(), progress_bar=False, **batching)
         changed.append(run.result(outputs).host_changed)
     assert changed == [False, True]
@@ -566,7 +566,7 @@ def test_a_routed_adapter_that_learns_and_a_memory_that_is_taken_off_are_told(ma
         second = turn(host, first, cache)
         learn(bem)
         third = turn(host, second, cache)
-        run.listen(lambda placed, scores: learn(bem))
+        run.follow(lambda placed, scores: learn(bem))
         fourth = turn(host, IDS, DynamicCache())
     assert [run.result(out).host_changed for out in (first, second, third, fourth)] == [False, False, True, True]
     host, cache = make_model(), DynamicCache()
@@ -645,7 +645,7 @@ def test_a_run_that_ends_while_another_thread_generates_warns(manager):
         pytest.warns(UserWarning, match="1 generations of other threads were under way when this run ended"),
         manager.attach(model) as run,
     ):
-        run.add_sink(MemorySink())
+        run.follow(MemorySink())
         other.start()
         assert begun.wait(60)
     go_on.set()
@@ -750,7 +750,7 @@ def wrap_part(layers, name):
 def test_a_block_of_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_its_site(tmp_path, site, change):
     host, name = make_model(), "mlp" if site == "mlp_out.1" else "self_attn"
     manager = DynamicProbeManager(make_pack(tmp_path / "blocks", host, sites=(site,)))
-    with manager.attach(host, on_gap=lambda gap: None) as run, torch.no_grad():
+    with manager.attach(host, on_gap="report") as run, torch.no_grad():
         host(IDS[:, :3])
         change(host.model.layers, name)
         host(IDS, use_cache=False)

@@ -100,7 +100,7 @@ def refused(manager, make_host, error, words, *, first=0):
         with manager.attach(host) as run:
             if generates:
                 run.on("c0", above=0.0, action=told.append)
-            run.add_sink(memory)
+            run.follow(memory)
             with torch.no_grad(), pytest.raises(error, match=words):
                 for _ in range(first + 1):
                     host.generate(PROMPT, **GREEDY) if generates else host(PROMPT)

@@ -1,5 +1,9 @@
 """Commands for models that route."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from probemon.cli.registry import Command
 
 COMMANDS = (
@@ -8,3 +12,12 @@ COMMANDS = (
     ),
     Command("bem", "probemon.adapters.cli.bem:bem"),
 )
+
+
+def followers_of_view(model: Any) -> list[Any]:
+    """Return what shows which tokens a model's memories read, where it has any."""
+    from probemon.adapters.routing.recorder import Routing
+    from probemon.adapters.routing.slot_memories import slot_memories
+    from probemon.host.model import unwrap
+
+    return [Routing()] if slot_memories(unwrap(model)) else []

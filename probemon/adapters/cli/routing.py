@@ -86,7 +86,7 @@ def routing(
     view: PlainRouting | LiveRouting
     if plain or not console.is_terminal:
         view = PlainRouting(console)
-        n_layers = 0 if monitor.states is None else len(monitor.states.sites)
+        n_layers = 0 if monitor.recurrent is None else len(monitor.recurrent.sites)
         layers = f", {n_layers} recurrent layers" if n_layers else ""
         console.print(f"{model}: {counted(len(monitor.sites) - n_layers, 'router')}{layers} watched; prompt: {prompt}")
     else:
@@ -125,8 +125,8 @@ def _generate(
 
     if monitor.sources:
         monitor.listen(lambda placed, decisions, record: view.show(token, record, monitor.report))
-    elif monitor.states is not None:  # beside routers they are in the tables alone
-        monitor.states.listen(lambda row, placed, told: view.show_states(token, placed, told, monitor.report))
+    elif monitor.recurrent is not None:  # beside routers they are in the tables alone
+        monitor.recurrent.listen(lambda row, placed, told: view.show_states(token, placed, told, monitor.report))
     monitor.on_alert(view.show_alert)
     with monitor:
         if sink is not None:

@@ -1,7 +1,7 @@
 """What forms of an update do while they steer: of each form what can go wrong with it, and alerts.
 
-    with RoutingMonitor(model, bem=bem) as monitor:         # or manager.attach(..., routing=RoutingSettings(bem=bem))
-        recorder = FormRecorder(bem, monitor)               # and run.routing
+    with RoutingMonitor(model, bem=bem) as monitor:         # or manager.attach(..., followers=[Routing(bem=bem)])
+        recorder = FormRecorder(bem, monitor)               # and the Routing
         model.generate(**inputs)
     recorder.report()            # {"o.3": {"dead": 0.25, "usage_entropy": ..., ...}, ...}
     recorder.alerts()            # ["rank_mask o.3: 60% of components are all but never kept (dead)", ...]
@@ -30,7 +30,7 @@ from probemon.adapters.bem.forms.kronecker import Kronecker
 from probemon.adapters.bem.forms.rank_mask import RankMask, top_mask
 from probemon.adapters.bem.measures import names_of
 from probemon.adapters.routing.decisions import BEM, Decisions, Numbers, Singles
-from probemon.adapters.routing.recorder import RoutingRecorder
+from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.records import RoutingRecord
 from probemon.adapters.routing.routers import BemController
 from probemon.errors import ConfigError
@@ -76,16 +76,16 @@ class FormRecorder:
     """
 
     def __init__(
-        self, bem: Bem, routing: RoutingRecorder, *, most_tokens: int = 1 << 16, limits: FormLimits | None = None
+        self, bem: Bem, routing: Routing, *, most_tokens: int = 1 << 16, limits: FormLimits | None = None
     ) -> None:
         if not isinstance(bem, Bem):
             raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
         if bem.config.form == "low_rank":
             raise ConfigError("this adapter's form is low_rank: watch its codes with RoutingMonitor(model, bem=bem)")
-        if not isinstance(routing, RoutingRecorder) or not routing.watches(bem):
+        if not isinstance(routing, Routing) or not routing.watches(bem):
             raise ConfigError(
-                "routing does not watch this adapter: give RoutingMonitor(model, bem=bem), or run.routing of"
-                " manager.attach(..., routing=RoutingSettings(bem=bem))"
+                "routing does not watch this adapter: give RoutingMonitor(model, bem=bem), or the Routing(bem=bem) that"
+                " follows a run"
             )
         if limits is not None and not isinstance(limits, FormLimits):
             raise ConfigError(f"limits is {limits!r}: give FormLimits(...) of probemon.adapters.routing.form_recorder")

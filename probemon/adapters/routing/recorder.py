@@ -1,10 +1,12 @@
-"""RoutingRecorder: records, statistics and alerts of what routers decided about accepted tokens.
+"""Routing: records, statistics and alerts of what a model's routers decided about accepted tokens.
 
-    recorder = RoutingRecorder(model, RoutingSettings(), guard)
-    watcher = Watcher(model, [*sites, *recorder.sites], n_probes, recorder.beside(score), on_end=recorder.ended)
-    recorder.report()                               # per router: entropies, load, flips, ...; latency, memory, alerts
+    routing = Routing()                             # Routing(bem=bem) for a BEM adapter's router, too
+    with manager.attach(model, tokenizer, followers=[routing]) as run:      # alongside probes, of the same tokens
+        routing.add_sink(RoutingParquet("routing.parquet"))
+        model.generate(**inputs)
+    routing.report()                                # per router: entropies, load, flips, ...; latency, memory, alerts
 
-A `RoutingMonitor` hosts it, or the run that watches with probes. Either hands over tokens whose place is known.
+Without probes a `RoutingMonitor` does the same. Either hands over tokens whose place is known.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,17 +38,21 @@ from probemon.adapters.routing.statistics import QUANTILES, RoutingStatistics
 from probemon.adapters.routing.tally import Memory, Tally, memory_of
 from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import MemoryReads
-from probemon.core.scores import GENERATED, PHASES, PROMPT
+from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import find_mixers
+from probemon.host.site import Site
 from probemon.monitor.delivery import Delivery
-from probemon.monitor.failures import as_exception
+from probemon.monitor.failures import as_exception, raise_error
+from probemon.monitor.followers import Batch, Follower
 from probemon.tracking.align import PlacedTokens
-from probemon.tracking.decoder_hooks import Report, ScoreTokens
-from probemon.tracking.generation import Generation, States
+from probemon.tracking.generation import States
 from probemon.tracking.recording import Recording
 from probemon.util.checks import check_callable
+
+if TYPE_CHECKING:
+    from probemon.monitor.run import MonitorRun
 
 Listener = Callable[[PlacedTokens, Decisions, RoutingRecord], object]
 LOG = logging.getLogger("probemon")
@@ -71,35 +77,44 @@ class _SourceState:
     pending: list[_PendingDecisions] = field(default_factory=list)  # until the generation ends
 
 
-class RoutingRecorder:
-    """Records what the routers of a model decide about accepted tokens. Raises `NotSupportedHost`, `ConfigError`.
+class Routing(Follower):
+    """Follows one run, and records what the routers of its model decide about accepted tokens.
 
-    Recurrent layers decide nothing: what they keep is added up by `states`, a `StateRecorder`, None in other hosts. It
-    is in the report, in the alerts and in `unjudged`, and in no record.
+    `settings` may also be given by name: `Routing(bem=bem)`. `attach` raises `NotSupportedHost` where no router and no
+    recurrent layer is known, `ConfigError` for a baseline that does not fit.
 
-    `guard(what, function, *arguments)` calls a function of the user's, and keeps its errors from the host.
+    Recurrent layers decide nothing: what they keep is added up by `recurrent`, a `StateRecorder`, None in other models.
+    It is in the report, in the alerts and in `unjudged`, and in no record.
 
     With beams, decisions are recorded when `generate()` returns. One that several returned sequences share (in their
     prompt, or where they begin alike) is recorded and counted once, in the first row that has it.
     """
 
-    def __init__(self, model: Any, settings: RoutingSettings | None, guard: Callable[..., None]) -> None:
+    def __init__(self, settings: RoutingSettings | None = None, **by_name: Any) -> None:
+        if settings is not None and by_name:
+            raise ConfigError(f"settings and {', '.join(by_name)} beside them: give either")
         if settings is not None and not isinstance(settings, RoutingSettings):
-            raise ConfigError(
-                f"settings of routing are {settings!r}: give a RoutingSettings, with bem= for a BEM adapter;"
-                " manager.attach takes routing=True for the defaults"
-            )
-        settings = settings or RoutingSettings()
+            raise ConfigError(f"settings of routing are {settings!r}: give a RoutingSettings, or settings by name")
+        self._settings = RoutingSettings.by_name(**by_name) if settings is None else settings
+        self._watching = False
+
+    def watch(self, model: Any, guard: Callable[..., None]) -> None:
+        """Find the routers of a model. `guard(what, function, *arguments)` calls a function of the user's, and keeps
+        its errors from the model.
+        """
+        if self._watching:
+            raise ConfigError("this Routing watches another run: make one for each")
+        settings = self._settings
         self.sources: list[Source] = find_sources(model, bem=settings.bem)
         self.run_id = settings.run_id or uuid.uuid4().hex
         self.n_unseen = self.n_tokens = 0
         self.n_alerts = 0  # raised so far
-        self.states: StateRecorder | None = None
+        self.recurrent: StateRecorder | None = None
         if any(find_mixers(model)):
-            self.states = StateRecorder(model, states=settings.states, guard=guard, on_alert=self._report_alerts)
+            self.recurrent = StateRecorder(model, states=settings.states, guard=guard, on_alert=self._report_alerts)
         elif not self.sources:
             raise no_router(model)
-        self._settings, self._guard = settings, guard
+        self._guard = guard
         self._baseline = {} if settings.baseline is None else read_baseline(settings.baseline)
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)
         self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
@@ -120,8 +135,58 @@ class RoutingRecorder:
         self._on_alert: list[Callable[[Alert], object]] = []
         self._lock, self._closed = threading.RLock(), False
         self._reading = threading.local()
+        self._taken: weakref.WeakKeyDictionary[Batch, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
         routers = [timed(site, self._reading) for source in self.sources for site in source.sites]
-        self.sites = [*routers, *(self.states.sites if self.states is not None else ())]  # for a Watcher
+        self.sites = [*routers, *(self.recurrent.sites if self.recurrent is not None else ())]  # for a Watcher
+        self._watching = True
+
+    # -- what a run tells ------------------------------------------------------------------------
+
+    def attaching(self, run: MonitorRun) -> Sequence[Site]:
+        """Find the routers of a run's model, and return where they are."""
+        self.watch(run.model, run.guard)
+        return self.sites
+
+    def began(self, run: MonitorRun) -> None:
+        """Begin to measure how long forwards take: of the calling thread alone, where that alone is watched."""
+        self.latency.attach(one_thread=run.options.one_thread)
+
+    def states(self, batch: Batch, hidden: States | str) -> None:
+        """Take tokens, which are recorded once they are scored."""
+        self._taken[batch] = self.taking(batch.recording, batch.placed, hidden)
+
+    def reads(self, batch: Batch) -> MemoryReads | None:
+        """Return what memories read at the newest tokens, None where the model has no memory."""
+        self.scored(batch)
+        with self._lock:
+            return self._newest_reads.of(batch.recording, batch.recording.n_entries, len(batch.placed))
+
+    def scored(self, batch: Batch, scores: Scores | None = None) -> None:
+        """Record what was decided about tokens, once."""
+        for record in self._taken.pop(batch, ()):
+            record()
+
+    def ended(self, recording: Recording, error: BaseException | None) -> None:
+        """Count what beams decided, where a generation returned: then it is known which decisions are of its output."""
+        if error is not None:
+            return
+        if self.recurrent is not None:
+            self.recurrent.ended(recording, None)
+        with self._lock:
+            for number, state in self._states.pop(recording, {}).items():
+                if state.pending:
+                    self._count_beams(number, recording, state.pending)
+
+    def finish(self, failed: bool) -> None:
+        """Finish the sinks; their errors are those of the run."""
+        for error in self.close():
+            self._guard("a sink of routing", raise_error, error)
+
+    def sums(self) -> type:
+        """Return what adds routing up for Prometheus."""
+        from probemon.adapters.routing.routing_metrics import RoutingSums
+
+        return RoutingSums
 
     # -- the face --------------------------------------------------------------------------------
 
@@ -141,8 +206,10 @@ class RoutingRecorder:
                 "the host has recurrent layers and no router, so there are no decisions to write: report() has what its"
                 " layers keep, and states.listen(...) every token"
             )
-        self._deliveries.append(Delivery(sink, [], max_batches=max_batches))
-        return self._deliveries[-1]
+        delivery = Delivery(sink, max_batches=max_batches)
+        delivery.start([])
+        self._deliveries.append(delivery)
+        return delivery
 
     def listen(self, listener: Listener) -> None:
         """Call `listener(placed, decisions, record)` with every batch of tokens, in the thread that generates.
@@ -154,6 +221,8 @@ class RoutingRecorder:
         self._listeners.append(listener)
 
     def _check_not_ended(self, what: str) -> None:
+        if not self._watching:
+            raise ConfigError(f"nothing is watched yet, so {what} has nothing to hear: give this to attach first")
         if self._closed:
             raise ConfigError(f"the block has ended, so {what} would be given nothing: give it before")
 
@@ -172,12 +241,12 @@ class RoutingRecorder:
         """The alerts that hold now."""
         with self._lock:
             routed = [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
-        return [*routed, *(self.states.alerts if self.states is not None else ()), *self.latency.raised]
+        return [*routed, *(self.recurrent.alerts if self.recurrent is not None else ()), *self.latency.raised]
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of alert that its rules raise, each once."""
-        states = () if self.states is None else self.states.kinds
+        states = () if self.recurrent is None else self.recurrent.kinds
         return sorted({rule.kind for rule in self._settings.rules} | self.latency.alert_kinds | set(states))
 
     def save_baseline(self, path: str | os.PathLike[str]) -> None:
@@ -238,10 +307,10 @@ class RoutingRecorder:
             watermark = max([self._memory()[0], *(tally.memory_watermark_bytes for tally in self._tallies.values())])
             return {
                 "run_id": self.run_id,
-                "n_tokens": self.n_tokens if self.sources or self.states is None else self.states.n_tokens,
+                "n_tokens": self.n_tokens if self.sources or self.recurrent is None else self.recurrent.n_tokens,
                 "n_unseen": self.n_unseen,
                 "streams": streams,
-                "states": {} if self.states is None else self.states.report(),
+                "states": {} if self.recurrent is None else self.recurrent.report(),
                 "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
                 "latency_relative_error": latency.relative_error,
                 "seconds": self.latency.as_dict(),
@@ -282,14 +351,10 @@ class RoutingRecorder:
             for i, rule in enumerate(rules)
             if i not in judged and (rule not in DEFAULT_RULES or not (judged or not self.sources))
         ]
-        most = {} if self.states is None else self.states.unjudged
+        most = {} if self.recurrent is None else self.recurrent.unjudged
         for rule, needed in unjudged:
             most[rule.kind] = max(most.get(rule.kind, 0), needed)
         return most
-
-    def open(self, *, one_thread: bool = False) -> None:
-        """Begin to measure how long forwards take, until it is closed; of the calling thread alone, if asked for."""
-        self.latency.attach(one_thread=one_thread)
 
     def close(self) -> list[Exception]:
         """Finish the sinks; return their errors."""
@@ -332,44 +397,12 @@ class RoutingRecorder:
         self._reading.seconds = 0.0
         return lambda: self._decode(recording, placed, arrays() if callable(arrays) else arrays, first_entry, spent)
 
-    def beside(self, score: ScoreTokens) -> ScoreTokens:
-        """Return what takes tokens for routing, then hands them to `score`."""
-
-        def both(
-            generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
-        ) -> Report | None:
-            taken = [self.take(recording, placed, states)]
-            if self.states is not None:
-                taken.append(self.states.take(recording, placed, states))
-            report_scores = score(generation, recording, placed, states)
-
-            def report_both(report: bool) -> None:
-                for record in taken:
-                    if record is not None and report:
-                        record()
-                if report_scores is not None:
-                    report_scores(report)
-
-            return report_both
-
-        return both
-
-    def reads(self, recording: Recording, first: int, n: int) -> MemoryReads | None:
-        """Return what memories read at `n` entries of a recording, from the `first` on: of the newest batch alone.
-
-        None where the host has no memory.
-        """
-        with self._lock:
-            return self._newest_reads.of(recording, first, n)
-
-    def ended(self, recording: Recording) -> None:
-        """Count what beams decided: a generation returned, so that it is known which decisions are of its output."""
-        if self.states is not None:
-            self.states.ended(recording)
-        with self._lock:
-            for number, state in self._states.pop(recording, {}).items():
-                if state.pending:
-                    self._count_beams(number, recording, state.pending)
+    def taking(self, recording: Recording, placed: PlacedTokens, states: States | str) -> list[Callable[[], None]]:
+        """Take tokens; return what records the decisions about them, and what recurrent layers keep."""
+        taken = [self.take(recording, placed, states)]
+        if self.recurrent is not None:
+            taken.append(self.recurrent.take(recording, placed, states))
+        return [record for record in taken if record is not None]
 
     def _guarded_memory(self, memory: Memory) -> Memory:
         """Return `memory` such that its errors end no generation; then the memory in use is unknown, 0 of 0."""

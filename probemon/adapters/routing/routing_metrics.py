@@ -1,7 +1,7 @@
 """RoutingSums: routing for Prometheus: what routers decided, what was not seen, which alerts hold, what it cost.
 
 sums = RoutingSums()                    # of a process
-sums.begin(run.routing); ...; sums.end(run.routing)
+sums.begin(routing); ...; sums.end(routing)
 for family in sums.collect(): ...
 
 What counts is added up over all recorders that there were. Metrics of routers, of which a model of many layers of
@@ -20,9 +20,9 @@ from functools import reduce
 from typing import Any
 
 from probemon.adapters.routing.latency import BUCKETS
-from probemon.adapters.routing.recorder import RoutingRecorder
+from probemon.adapters.routing.metric_families import FAMILIES
+from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.statistics import METRICS
-from probemon.ops.telemetry.metric_families import FAMILIES
 
 _ROUTER = ("site", "layer", "level")
 _Sample = tuple[str, tuple[str, ...]]  # the name of a family, and labels
@@ -32,16 +32,16 @@ class RoutingSums:
     """Any thread may ask."""
 
     def __init__(self) -> None:
-        self._open: list[RoutingRecorder] = []
+        self._open: list[Routing] = []
         self._ended: _Snapshot | None = None  # its counts are of all that have ended
         self._lock = threading.Lock()
 
-    def begin(self, recorder: RoutingRecorder) -> None:
+    def begin(self, recorder: Routing) -> None:
         """Show what a recorder says."""
         with self._lock:
             self._open.append(recorder)
 
-    def end(self, recorder: RoutingRecorder) -> None:
+    def end(self, recorder: Routing) -> None:
         """Keep what it counted, and its last metrics."""
         with self._lock:
             self._open.remove(recorder)
@@ -75,7 +75,7 @@ class _Snapshot:
     histograms: Mapping[str, tuple[list[int], float]]
 
     @classmethod
-    def of(cls, recorder: RoutingRecorder) -> _Snapshot:
+    def of(cls, recorder: Routing) -> _Snapshot:
         report = recorder.report()
         counts = Counter[_Sample]()
         gauges: dict[_Sample, float] = {}

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from probemon.cli.common import open_deployment
 from probemon.cli.options import AsJson
 from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.ops.cli.deployments import open_deployment
 from probemon.util.counted import counted
 
 deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check a deployment file.")

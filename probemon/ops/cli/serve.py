@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from probemon.cli.common import load_aloud, make_manager, open_deployment, pack_for, use_threads
+from probemon.cli.common import load_aloud, make_manager, pack_for, use_threads
 from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
+from probemon.ops.cli.deployments import open_deployment
 from probemon.util.counted import counted
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ def serve(
     check_more(more or ())
     check_vllm()
     check_extra()
-    from probemon.cli.common import open_deployment
+    from probemon.ops.cli.deployments import open_deployment
     from probemon.ops.server.limits import Limits
     from probemon.ops.server.served import check_serves, served_name
     from probemon.ops.vllm.client import VllmClient

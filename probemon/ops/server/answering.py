@@ -124,10 +124,10 @@ class Answering(StoppingCriteria):
             served.manager.attach(
                 served.model,
                 served.tokenizer,
+                [] if served.budget is None else [served.budget],
                 one_thread=True,
                 # What was not seen ends the answer, unless rules of a deployment say what follows.
-                on_gap=(lambda gap: None) if held.rules else "raise",
-                budget=served.ladder,
+                on_gap="report" if held.rules else "raise",
                 breaker=served.circuit,
                 callback_errors="raise" if served.circuit is None else "report",
             ) as run,
@@ -140,7 +140,7 @@ class Answering(StoppingCriteria):
             for follower in self._followers:
                 run.follow(follower)
             self._watch_rules(run)
-            run.listen(self._scored)
+            run.follow(self._scored)
             if served.telemetry is not None:
                 run.follow(served.telemetry.of_response(self._listener.id))
             out = served.model.generate(
@@ -221,7 +221,7 @@ class Answering(StoppingCriteria):
     def _acting(self, action: Action) -> Action:
         if isinstance(action, Escalate):
             return action.telling(lambda event, ruling: self._met("stop" if ruling == "stop" else "tell", event))
-        if action == "raise" or callable(action):
+        if not isinstance(action, str) or action == "raise":
             return action
         return Named(action, partial(self._met, "stop" if action == "stop" else "tell"))
 

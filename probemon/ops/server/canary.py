@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from probemon.errors import Blind
 from probemon.monitor.canary import Canary, differ
-from probemon.monitor.health import FAILED, OK, Check, Health
+from probemon.monitor.check import FAILED, OK, Check
+from probemon.monitor.health import Health
 from probemon.ops.server.served import Served
 
 _REMEDY = "Start the server again; probemon doctor says more of the model and the pack."

@@ -18,8 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.deployment import Deployment
-from probemon.monitor.escalation import check_judges
-from probemon.monitor.rules import Rule
+from probemon.monitor.rules import Rule, check_asked
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Holding:
         self._lock, self._answers = threading.Lock(), list[Answer]()
         self._reloading = threading.Lock()  # one after the other: what was read last holds
         self.now = Held() if deployment is None else Held(deployment, tuple(deployment.rules(manager.pack)))
-        check_judges(self.now.rules, tokenizer)
+        check_asked(self.now.rules, tokenizer)
         self.check_room([])
 
     @contextmanager
@@ -102,7 +101,7 @@ class Holding:
         for rule in newer.rules(self._manager.pack):
             rules.append(known.pop(known.index(rule)) if rule in known else rule)
         held = Held(newer, tuple(rules), always_on, exclude)
-        check_judges(rules, self._tokenizer)
+        check_asked(rules, self._tokenizer)
         newer.metrics(self._manager.pack)  # what is counted may be excluded now
         with newer.errors_of_settings():
             self._check(held, [], "the rules of the file")

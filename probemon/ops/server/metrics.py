@@ -44,8 +44,8 @@ class ServerMetrics:
         served = self._generator.served
         if served.circuit is not None:  # which all answers share: it is open also where none is under way
             self._process.family("probemon_breaker_open").set(int(served.circuit.state != CLOSED))
-        if served.ladder is not None:
-            self._process.family("probemon_budget_rung").set(served.ladder.rung)
+        if served.budget is not None:
+            self._process.family("probemon_budget_rung").set(served.budget.rung)
         return self._process.text(accept)
 
     def describe(self) -> list[Any]:

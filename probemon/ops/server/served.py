@@ -24,7 +24,7 @@ from probemon.host.chat_template import render
 from probemon.host.text_tokens import ids_of
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
-from probemon.monitor.budget import Ladder
+from probemon.monitor.budget import Budget
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.rules import make_rules
 from probemon.ops.server.held import Holding
@@ -84,14 +84,14 @@ class Served:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         check_mode(model)
         self.holding = Holding(manager, tokenizer, deployment)
-        self.ladder: Ladder | None = None  # of all answers together, as is the circuit
+        self.budget: Budget | None = None  # of all answers together, as is the circuit
         self.circuit: Circuit | None = None
         self.metric_concepts: list[str] | None = None  # None: nobody asks for metrics
         self.telemetry = None if deployment is None else deployment.opentelemetry()
         if deployment is not None:
             deployment.check_host(manager.pack, model)
             check_serves(deployment)
-            self.ladder = None if deployment.budget is None else Ladder(deployment.budget)
+            self.budget = deployment.budget
             self.circuit = None if deployment.breaker is None else Circuit(deployment.breaker)
             metrics = deployment.metrics(manager.pack)
             self.metric_concepts = None if metrics is None else metrics["concepts"]

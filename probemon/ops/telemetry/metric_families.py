@@ -9,60 +9,16 @@ folder (`PROMETHEUS_MULTIPROC_DIR`). The other ones are asked when somebody scra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from probemon.core.metric_family import Family, table_of
 
-# 50 us to 100 ms: what hooks take of a forward, in steps of about 2.
-OVERHEAD_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
-PROCESS, SCRAPE, ROUTING, SERVER = WHERE = ("process", "scrape", "routing", "server")
+PROCESS, SCRAPE, SERVER = WHERE = ("process", "scrape", "server")
 _SECTIONS = {
     PROCESS: "Of every process that watches",
     SCRAPE: "The same, where it is one process alone: asked at the scrape",
-    ROUTING: "Of runs with `routing`, and of monitors of routing",
     SERVER: "Of `probemon serve` beside these",
 }
 
 
-@dataclass(frozen=True)
-class Family:
-    """One family: its `name` as it is exposed, `kind` ("counter", "gauge", "histogram"), labels and a sentence.
-
-    `mode`: how the values of a gauge from several processes become one.
-    """
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    help: str
-    where: str = PROCESS
-    mode: str = "livesum"
-
-    @property
-    def stem(self) -> str:
-        """Return the name without the suffix that clients add to a counter's."""
-        return self.name.removesuffix("_total") if self.kind == "counter" else self.name
-
-    def made(self, registry: Any) -> Any:
-        """Return it as an object of `prometheus_client`, registered. Raises `ValueError` where it is there already."""
-        from prometheus_client import Counter, Gauge, Histogram
-
-        if self.kind == "counter":
-            return Counter(self.stem, self.help, self.labels, registry=registry)
-        if self.kind == "histogram":
-            return Histogram(self.name, self.help, self.labels, registry=registry, buckets=OVERHEAD_BUCKETS)
-        return Gauge(self.name, self.help, self.labels, registry=registry, multiprocess_mode=self.mode)  # type: ignore[arg-type]
-
-    def scraped(self, value: float | None = None) -> Any:
-        """Return it as a family of a collector, to which samples are added; `value`: of one without labels."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        if value is not None:
-            return kind(self.stem, self.help, value=value)
-        return kind(self.stem, self.help, labels=self.labels)
-
-
-_ROUTER = ("site", "layer", "level")
 _ALL = (
     Family(
         "probemon_info",
@@ -170,56 +126,6 @@ _ALL = (
     ),
     Family("probemon_arena_slots", "gauge", ("what",), "Slots of arenas: slots, free, pinned", SCRAPE),
     Family(
-        "probemon_routing_tokens_total",
-        "counter",
-        ("seen",),
-        "Tokens of the host, by whether their routing was seen",
-        ROUTING,
-    ),
-    Family(
-        "probemon_routing_decisions_total",
-        "counter",
-        (*_ROUTER, "what"),
-        "Tokens that a router decided about, by what it gave: finite, not_finite",
-        ROUTING,
-    ),
-    Family(
-        "probemon_routing",
-        "gauge",
-        (*_ROUTER, "metric"),
-        "A metric of a router over all tokens of the newest run: see docs/routing.md",
-        ROUTING,
-    ),
-    Family(
-        "probemon_recurrent",
-        "gauge",
-        ("site", "metric"),
-        "A metric of a recurrent layer over all tokens of the newest run: see docs/recurrent-hosts.md",
-        ROUTING,
-    ),
-    Family("probemon_routing_alerts", "gauge", ("kind",), "Alerts of routing that hold now, by their rule", ROUTING),
-    Family("probemon_routing_alerts_raised_total", "counter", (), "Alerts of routing that were raised", ROUTING),
-    Family(
-        "probemon_routing_unjudged",
-        "gauge",
-        ("kind",),
-        "Tokens that a rule needs before it can be judged: until then no alert says nothing",
-        ROUTING,
-    ),
-    Family(
-        "probemon_routing_capture_seconds", "gauge", ("percentile",), "Time that a decision's capture took", ROUTING
-    ),
-    Family("probemon_forward_seconds", "histogram", (), "Time that a forward of the host took", ROUTING),
-    Family(
-        "probemon_controller_seconds",
-        "histogram",
-        (),
-        "Time that the controller of a BEM adapter took in a forward",
-        ROUTING,
-    ),
-    Family("probemon_token_seconds", "histogram", (), "Time from one generated token to the next", ROUTING),
-    Family("probemon_routing_memory_watermark_bytes", "gauge", (), "The most memory that was in use", ROUTING),
-    Family(
         "probemon_requests_total",
         "counter",
         ("outcome",),
@@ -246,12 +152,6 @@ FAMILIES = {family.name: family for family in _ALL}
 
 def table() -> str:
     """Return the families as tables of Markdown, one for each place where they come from."""
-    parts = []
-    for where, title in _SECTIONS.items():
-        rows = [family for family in _ALL if family.where == where]
-        lines = [f"### {title}", "", "| family | type | labels | what it says |", "|---|---|---|---|"]
-        for family in rows:
-            labels = ", ".join(f"`{label}`" for label in family.labels)
-            lines.append(f"| `{family.name}` | {family.kind} | {labels} | {family.help} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        table_of(title, [family for family in _ALL if family.where == where]) for where, title in _SECTIONS.items()
+    )

@@ -1,11 +1,10 @@
 """Metrics of a process for Prometheus: what was scored, what was not, what the audit found missing, what it cost.
 
     metrics = ProcessMetrics(concepts=["weapon"])         # one for the process, of any number of runs
-    with served(metrics.registry, 9464), manager.attach(model, tokenizer) as run:    # http://127.0.0.1:9464/metrics
-        run.follow(metrics)
-        model.generate(**inputs)
+    with served(metrics.registry, 9464), manager.attach(model, tokenizer, followers=[metrics]):
+        model.generate(**inputs)                          # http://127.0.0.1:9464/metrics
 
-    with RoutingMonitor(model) as monitor, metrics.routing(monitor): ...             # routers, without probes
+    with RoutingMonitor(model) as monitor, metrics.showing(monitor): ...             # routers, without probes
 
 `served` is of `probemon.ops.telemetry.exposition`. The families are in docs/metrics.md. Needs the extra `metrics`.
 """
@@ -20,14 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from probemon.adapters.routing.recorder import RoutingRecorder
 from probemon.core.concept_names import MOST_NAMED
 from probemon.engine.audit import Audit
 from probemon.errors import ConfigError, MissingExtra
+from probemon.monitor.budget import Budget
 from probemon.monitor.followers import Follower
 from probemon.ops.telemetry.exposition import exposition, several_processes
 from probemon.ops.telemetry.metric_families import FAMILIES, PROCESS
-from probemon.ops.telemetry.run_counts import RunCounts, ladder_of
+from probemon.ops.telemetry.run_counts import RunCounts
 from probemon.ops.telemetry.scraped_metrics import ScrapedMetrics
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class ProcessMetrics(Follower):
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
         self._newest: tuple[str, ...] | None = None  # of these
         self._highest = defaultdict[tuple[str, ...], weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
-        self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by ladder and by breaker
+        self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by budget and by breaker
         self._lock = threading.RLock()
         self._scraped = ScrapedMetrics()
         try:
@@ -86,18 +85,18 @@ class ProcessMetrics(Follower):
         return _Request(self, request)
 
     @contextmanager
-    def routing(self, recorder: RoutingRecorder) -> Iterator[None]:
-        """Show what routers decide while the block is open, and count it on after. Of a run it is shown by itself."""
-        if not isinstance(recorder, RoutingRecorder):
-            raise ConfigError(
-                f"routing is {type(recorder).__name__}: give a RoutingMonitor; that of manager.attach(routing=True) is"
-                " shown by run.follow(metrics)"
-            )
-        self._scraped.routing.begin(recorder)
+    def showing(self, follower: Follower) -> Iterator[None]:
+        """Show what a follower without a run adds up, such as a `RoutingMonitor`, while the block is open, and count it
+        on after. Of one that follows a run it is shown by itself.
+        """
+        sums = self._scraped.sums_of(follower) if isinstance(follower, Follower) else None
+        if sums is None:
+            raise ConfigError(f"{type(follower).__name__} adds up nothing for Prometheus: give a RoutingMonitor")
+        sums.begin(follower)
         try:
             yield
         finally:
-            self._scraped.routing.end(recorder)
+            sums.end(follower)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -117,13 +116,14 @@ class ProcessMetrics(Follower):
             self._named = named
             counts = RunCounts(self, run, probes, exemplar)
             self._open.add(run)
-            for shared in (ladder_of(run), run.breaker):
+            for shared in (run.follower(Budget), run.breaker):
                 if shared is not None:
                     self._n_runs[shared] = self._n_runs.get(shared, 0) + 1
             self._scraped.arenas.add(run.manager.arena)
             self._families["probemon_runs"].set(len(self._open))
-        if run.routing is not None:
-            self._scraped.routing.begin(run.routing)
+        for follower in run.followers:
+            if (sums := self._scraped.sums_of(follower)) is not None:
+                sums.begin(follower)
         run.follow(counts)
 
     def family(self, name: str) -> Any:
@@ -167,11 +167,12 @@ class ProcessMetrics(Follower):
             self._described[labels] -= 1
             self._say_what_is_watched()
             self._families["probemon_runs"].set(len(self._open))
-            self._forget("probemon_budget_rung", ladder_of(run))
+            self._forget("probemon_budget_rung", run.follower(Budget))
             self._forget("probemon_breaker_open", run.breaker)
         self._scraped.arenas.read()
-        if run.routing is not None:
-            self._scraped.routing.end(run.routing)
+        for follower in run.followers:
+            if (sums := self._scraped.sums_of(follower)) is not None:
+                sums.end(follower)
 
 
 class _Request(Follower):

@@ -20,16 +20,16 @@ import numpy as np
 from probemon.core.scores import COUNTS, PHASES, Gap, Scores
 from probemon.engine.audit import Audit
 from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
-from probemon.monitor.followers import Follower
+from probemon.monitor.budget import Budget
+from probemon.monitor.drift import DriftMonitor
+from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.judge_desk import FAILURES
 from probemon.monitor.rules import ESCALATE, TOLD_ACTIONS, Event
 from probemon.monitor.rungs import LEFT_OUT, NAMES
-from probemon.tracking.align import PlacedTokens
-from probemon.tracking.observer import ForwardTime
 from probemon.tracking.recording import GAP, Recording
+from probemon.tracking.source_reports import ForwardTime
 
 if TYPE_CHECKING:
-    from probemon.monitor.budget import Ladder
     from probemon.monitor.run import MonitorRun
     from probemon.ops.telemetry.metrics import ProcessMetrics
 
@@ -77,16 +77,19 @@ class RunCounts(Follower):
             family("probemon_watched_seconds_total"),
         )
         self._gaps, self._failures = family("probemon_gaps_total"), family("probemon_failures_total")
-        self._n_failures, self._n_shed = 0, Counter[str]()
+        self._n_failures = 0
+        self._budget, self._drift = run.follower(Budget), run.follower(DriftMonitor)
         shed = family("probemon_budget_shed_tokens_total")
-        self._shed = {} if run.budget is None else {name: shed.labels(name) for name in NAMES[1:]}
+        self._shed = {} if self._budget is None else {rung: shed.labels(NAMES[rung]) for rung in range(1, len(NAMES))}
         self._said: dict[str, int] = {}
         self._labels: tuple[str, ...] | None = None
         self._look()
 
-    def scored(self, placed: PlacedTokens, scores: Scores) -> None:
+    def scored(self, batch: Batch, scores: Scores) -> None:
         """Add one batch of tokens."""
-        coverage, tokens = scores.coverage, self._tokens[placed.phase]
+        coverage, tokens = scores.coverage, self._tokens[batch.placed.phase]
+        if batch.watch.rung in self._shed:
+            self._shed[batch.watch.rung].inc(len(batch.placed))
         for reason, n in Counter(coverage.unseen).items():
             tokens[self._reason(reason)].inc(n)
         for name in COUNTS:
@@ -140,10 +143,9 @@ class RunCounts(Follower):
 
     def ended(self, recording: Recording, error: BaseException | None) -> None:
         """Ask for the alarms of drift: one can be raised, or end, with a request."""
-        drift = self._run.drift
-        if drift is not None:
-            for kind, n in drift.counts().items():
-                self._metrics.set_highest("probemon_drift_alarms", drift, n, kind)
+        if self._drift is not None:
+            for kind, n in self._drift.counts().items():
+                self._metrics.set_highest("probemon_drift_alarms", self._drift, n, kind)
 
     def closed(self, run: MonitorRun) -> None:
         """Count what came with the end."""
@@ -179,12 +181,8 @@ class RunCounts(Follower):
                 before, self._sent[name] = self._sent[name], [getattr(one, name) for one in stats]
                 for now, then in zip_longest(self._sent[name], before, fillvalue=0):
                     counter.inc(max(0, now - then))  # what was written and is lost is dropped, too: no counter falls
-            if run.budget is not None:
-                for name, counter in self._shed.items():
-                    n = run.budget.tokens[name]
-                    counter.inc(n - self._n_shed[name])
-                    self._n_shed[name] = n
-                self._say("probemon_budget_rung", run.budget.ladder, run.budget.ladder.rung)
+            if self._budget is not None:
+                self._say("probemon_budget_rung", self._budget, self._budget.rung)
             if run.breaker is not None:
                 self._say("probemon_breaker_open", run.breaker, int(run.breaker.state != CLOSED))
             deployment = "" if run.deployment is None else run.deployment.sha256
@@ -205,11 +203,6 @@ class RunCounts(Follower):
         if context is None or not context.is_valid:
             return self._exemplar or None
         return {**self._exemplar, "trace_id": f"{context.trace_id:032x}"}
-
-
-def ladder_of(run: MonitorRun) -> Ladder | None:
-    """Return the ladder of a run's budget, which runs may share."""
-    return None if run.budget is None else run.budget.ladder
 
 
 AUDIT_SUMS = {name: name.removeprefix("n_") for name in Audit(0).as_dict() if name != "n_probes"}

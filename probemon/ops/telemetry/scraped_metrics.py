@@ -1,8 +1,8 @@
-"""ScrapedMetrics: what is asked for when somebody scrapes: recall by the audits, arenas, routing.
+"""ScrapedMetrics: what is asked for when somebody scrapes: recall by the audits, arenas, what followers add up.
 
 scraped = ScrapedMetrics()
 registry.register(scraped)
-scraped.arenas.add(manager.arena); scraped.routing.begin(run.routing); scraped.add_audit(audit)
+scraped.arenas.add(manager.arena); scraped.sums_of(follower).begin(follower); scraped.add_audit(audit)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from probemon.adapters.routing.routing_metrics import RoutingSums
 from probemon.engine.audit import Audit, Estimate
-from probemon.ops.telemetry.metric_families import FAMILIES, ROUTING, SCRAPE
+from probemon.monitor.followers import Follower
+from probemon.ops.telemetry.metric_families import FAMILIES, SCRAPE
 
 _COUNTS = ("hits", "misses", "evictions", "uploaded_bytes", "late", "fetched")
 _SLOTS = ("slots", "free", "pinned")
@@ -26,10 +26,21 @@ class ScrapedMetrics:
     """A collector of `prometheus_client`."""
 
     def __init__(self) -> None:
-        self.arenas, self.routing = Arenas(), RoutingSums()
+        self.arenas = Arenas()
+        self._sums: dict[type, Any] = {}
         self._audit = Audit(0)
         self._estimated: tuple[Audit | None, tuple[tuple[str, Estimate | None], ...]] = (None, ())
         self._lock = threading.Lock()
+
+    def sums_of(self, follower: Follower) -> Any:
+        """Return what adds up followers of this one's kind, None where nothing does."""
+        kind = follower.sums()
+        if kind is None:
+            return None
+        with self._lock:
+            if kind not in self._sums:
+                self._sums[kind] = kind()
+            return self._sums[kind]
 
     def add_audit(self, audit: Audit) -> None:
         """Add what some audited tokens say, of whatever pack."""
@@ -40,11 +51,7 @@ class ScrapedMetrics:
         """Return the families without samples, by which a registry knows their names."""
         from prometheus_client.core import Metric
 
-        return [
-            Metric(family.stem, family.help, family.kind)
-            for family in FAMILIES.values()
-            if family.where in (SCRAPE, ROUTING)
-        ]
+        return [Metric(family.stem, family.help, family.kind) for family in FAMILIES.values() if family.where == SCRAPE]
 
     def collect(self) -> Iterator[Any]:
         """Yield every family as it is now."""
@@ -59,7 +66,8 @@ class ScrapedMetrics:
             for label in what if self.arenas else ():
                 family.add_metric([label], values[label])
             yield family
-        yield from self.routing.collect()
+        for sums in list(self._sums.values()):
+            yield from sums.collect()
 
     def _recalls(self) -> tuple[tuple[str, Estimate | None], ...]:
         """Return the recall of what fires and of the best, estimated anew only where there are new audits."""

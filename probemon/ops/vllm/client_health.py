@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from probemon.monitor.health import FAILED, OK, Check, Health, state_of
+from probemon.monitor.check import FAILED, OK, Check
+from probemon.monitor.health import Health, state_of
 from probemon.ops.vllm.rows import CACHED
 
 if TYPE_CHECKING:

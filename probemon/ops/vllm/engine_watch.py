@@ -25,9 +25,9 @@ from probemon.core.scores import HostState, Scores
 from probemon.errors import AlignmentError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.followers import Follower
+from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.rules import Event
-from probemon.monitor.run import MonitorRun
+from probemon.monitor.run import MonitorRun, RunOptions
 from probemon.ops.vllm.channel import Channel
 from probemon.ops.vllm.messages import Ended, RequestHead, RuleMet, StepTokens, WorkerSettings
 from probemon.ops.vllm.refusals import unseen_request
@@ -64,10 +64,9 @@ class EngineWatch:
             manager,
             model,
             tokenizer,
-            on_gap=lambda gap: None,
-            callback_errors="report",
-            deployment=deployment,
-            breaker=breaker,
+            [_Teller(self, channel, settings.stop)],
+            RunOptions(on_gap="report", callback_errors="report", breaker=breaker),
+            deployment,
             source=partial(EngineRequests, host=host),
         )
         source = self.run.source
@@ -76,11 +75,7 @@ class EngineWatch:
         self.requests.score_together = self.run.scorer.score_together
         self._entries: list[tuple[Recording, PlacedTokens, Scores, int]] = []
         self._began = (0.0, 0.0)  # the newest step, by time.time() and time.perf_counter()
-        self.run.follow(_Teller(channel, settings.stop))
-        self.run.listen(self._take)
         self.run.__enter__()
-        if manager.metrics is not None:
-            self.run.follow(manager.metrics)
 
     def begin_step(self, scheduled: Any) -> None:
         """Take what the scheduler says of requests, before the model runs a step."""
@@ -160,9 +155,9 @@ class EngineWatch:
             lambda sequence: Ended(sequence, request, number, rows.n_columns, rows.n_cached, rows.n_again, stop_column)
         )
 
-    def _take(self, placed: PlacedTokens, scores: Scores) -> None:
-        recording = self.requests.recording_of(placed)
-        self._entries.append((recording, placed, scores, recording.watches[-1][1]))
+    def take(self, batch: Batch, scores: Scores) -> None:
+        """Keep what was scored, until the step is told."""
+        self._entries.append((batch.recording, batch.placed, scores, batch.watch.number))
 
     def _tell(self, seconds: float) -> None:
         """Send what was scored since the last time, as one message."""
@@ -199,10 +194,13 @@ def _head(recording: Recording) -> RequestHead:
 
 
 class _Teller(Follower):
-    """Tells the client of rules that were met, at once."""
+    """Hands scores to the watch, and tells the client of rules that were met, at once."""
 
-    def __init__(self, channel: Channel, stops: bool) -> None:
-        self._channel, self._stops = channel, stops
+    def __init__(self, watch: EngineWatch, channel: Channel, stops: bool) -> None:
+        self._watch, self._channel, self._stops = watch, channel, stops
+
+    def scored(self, batch: Batch, scores: Scores) -> None:
+        self._watch.take(batch, scores)
 
     def event(self, event: Event, action: str) -> None:
         self._send(event, action, self._stops and action == "stop")

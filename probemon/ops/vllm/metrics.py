@@ -15,7 +15,7 @@ import numpy as np
 from probemon.monitor.followers import Follower
 from probemon.ops.vllm.event_fields import event_of
 from probemon.ops.vllm.messages import Message, RuleMet, StepTokens
-from probemon.tracking.observer import ForwardTime
+from probemon.tracking.source_reports import ForwardTime
 
 if TYPE_CHECKING:
     from probemon.monitor.deployment import Deployment

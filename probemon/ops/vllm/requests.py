@@ -38,9 +38,9 @@ from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.hand_loop import HandLoop
 from probemon.tracking.hook_faults import HookFaults
-from probemon.tracking.observer import ForwardTime, Observer
 from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
+from probemon.tracking.source_reports import ForwardTime, SourceReports
 
 LOG = logging.getLogger("probemon")
 _MOST_LOGGED = 100  # gaps
@@ -65,10 +65,9 @@ class EngineRequests:
         *,
         host: HostState | None = None,
         check: Callable[[GenerateCall], None] = lambda prompt: None,
-        on_gap: Callable[[Gap], None] | None = None,
-        on_end: Callable[[Recording], None] | None = None,
+        report_gaps: bool = True,
         acts: Callable[[], bool] = lambda: False,
-        observer: Observer | None = None,
+        reports: SourceReports,
         one_thread: bool = False,
     ) -> None:
         self.model, self.open, self.called, self.n_gaps = model, False, False, 0
@@ -78,11 +77,10 @@ class EngineRequests:
         self.batch_errors: list[BaseException] = []
         self.n_documents, self.running_beams = 0, False
         self._n_probes, self._host = n_probes, host
-        self._check, self._on_gap, self._on_end, self._observer = check, on_gap, on_end, observer or Observer()
+        self._check, self._reports = check, reports
         self._placing, self._n_made = Placing(), 0
         self._generations: dict[str, Generation] = {}
         self._step: tuple[StepRows, States] | None = None  # the newest, whose drafts are not settled yet
-        self._scoring: dict[int, Recording] = {}  # by the id of what is being scored
         self._lock = threading.Lock()
 
     # -- what the worker tells -------------------------------------------------------------------
@@ -127,7 +125,7 @@ class EngineRequests:
         keep_newest(self.recordings, _KEEP_TOKENS)
         now = time.perf_counter()
         self.forward_seconds.append(now - begin)
-        self._observer.forward(ForwardTime(now - begin, now - began, *n_tokens))
+        self._reports.forward(ForwardTime(now - begin, now - began, *n_tokens))
 
     def settle(self, n_accepted: Mapping[str, int]) -> None:
         """Score the drafts of the newest step that were accepted, by request; forget the others."""
@@ -161,15 +159,9 @@ class EngineRequests:
             return None
         recording = generation.recording
         recording.close()
-        if self._on_end is not None:
-            self._on_end(recording)
-        self._observer.ended(recording, None)
+        self._reports.ended(recording, None)
         self.recordings[:] = [one for one in self.recordings if one is not recording]
         return rows, generation
-
-    def recording_of(self, placed: PlacedTokens) -> Recording:
-        """Return the recording of tokens that are being published."""
-        return self._scoring[id(placed)]
 
     # -- what a run asks -------------------------------------------------------------------------
 
@@ -234,10 +226,7 @@ class EngineRequests:
         recording = self._generations[rows.request].recording
         self.n_gaps += 1
         LOG.error("request %s is not scored any more: %s", rows.request, error)
-        gap = Gap(recording.number, rows.n_columns, rows.n_columns, rows.unseen)
-        self._observer.gap(gap)
-        if self._on_gap is not None:
-            self._on_gap(gap)
+        self._reports.gap(Gap(recording.number, rows.n_columns, rows.n_columns, rows.unseen))
 
     def _score_tokens(self, parts: Sequence[tuple[str, PlacedTokens, States | str]]) -> None:
         """Score tokens, in the order of each request: in turns, since one begins with what the one before retained."""
@@ -258,7 +247,6 @@ class EngineRequests:
                 self._score_turn([part for part in turn_parts.values() if part[2].phase == phase])
 
     def _score_turn(self, parts: Sequence[tuple[Generation, Recording, PlacedTokens, States | str]]) -> None:
-        self._scoring = {id(placed): recording for _, recording, placed, _ in parts}
         assert self.score_together is not None
         report = self.score_together(parts)
         if report is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
-from probemon.monitor.deployment import Deployment
+from probemon.monitor.change import DeploymentFile
 from probemon.monitor.rules import Rule
 from probemon.ops.vllm.messages import WorkerSettings
 from probemon.packs.group import AnyPack, PackGroup
@@ -44,7 +44,7 @@ def open_manager(settings: WorkerSettings, device: str = "cpu") -> DynamicProbeM
     return manager
 
 
-def watched_sha256(pack: AnyPack, deployment: Deployment | None, cascade: Mapping[str, Any]) -> str:
+def watched_sha256(pack: AnyPack, deployment: DeploymentFile | None, cascade: Mapping[str, Any]) -> str:
     """Return the hash of what is watched: of the packs, each with its set of thresholds, the file and the settings."""
     packs = pack.packs if isinstance(pack, PackGroup) else {"": pack}
     what = {

@@ -115,7 +115,7 @@ def test_recurrent_layers_are_shown_with_how_far_back_they_reach(tmp_path, run):
 def test_a_frame_has_the_text_and_the_layers():
     console = Console(record=True, width=100, height=30, force_terminal=True, file=io.StringIO())
     with RoutingMonitor(host := make_host("mamba2")) as monitor, LiveRouting(console, title="states") as view:
-        monitor.states.listen(
+        monitor.recurrent.listen(
             lambda row, placed, told: view.show_states(lambda p: f"t{p} ", placed, told, monitor.report)
         )
         host.generate(torch.tensor([[1, 44, 3]]), max_new_tokens=3, do_sample=False)

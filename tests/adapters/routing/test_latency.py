@@ -148,7 +148,7 @@ def test_prometheus_gets_histograms_and_not_percentiles():
 
     model = make_model()
     metrics = ProcessMetrics(registry=registry)
-    with RoutingMonitor(model, bem=make_bem(model)) as monitor, metrics.routing(monitor):
+    with RoutingMonitor(model, bem=make_bem(model)) as monitor, metrics.showing(monitor):
         model.generate(PROMPT, **GREEDY)
         for kind, n in (("forward", 8), ("controller", 8), ("token", 7)):
             assert registry.get_sample_value(f"probemon_{kind}_seconds_count") == n

@@ -8,6 +8,7 @@ from arrangements import tokenizer
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.adapters.ltm import attach_memory
+from probemon.adapters.routing.recorder import Routing
 from probemon.errors import ConfigError
 from slot_hosts import slot_host
 from slot_oracle import SlotOracle
@@ -98,7 +99,7 @@ def check(result, out, model, memories, begins=(0,) * 3):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_result_reads_what_plain_python_reads_of_each_returned_text(model, manager, padded, beams):
     ids, mask = padded
-    with manager.attach(model, routing=True) as run:
+    with manager.attach(model, followers=[Routing()]) as run:
         out = model.generate(ids, attention_mask=mask, num_beams=beams, **PLAIN)
     begins = [max(LENGTHS) - length for length in LENGTHS]
     result = run.result(out)
@@ -112,7 +113,7 @@ def test_result_reads_what_plain_python_reads_of_each_returned_text(model, manag
 def test_second_turn_reads_what_the_first_wrote(model, manager, padded):
     """Given the whole text or its new tokens alone: then what stands before them has an id, and no column."""
     ids, more = padded[0][:1], padded[0][1:2, -23:]
-    with manager.attach(model, routing=True) as run:
+    with manager.attach(model, followers=[Routing()]) as run:
         caches = [DynamicCache(config=model.config) for _ in range(2)]
         firsts = [model.generate(ids, past_key_values=cache, **PLAIN) for cache in caches]
         both = torch.cat([firsts[0], more], dim=1)
@@ -138,7 +139,7 @@ def test_second_turn_reads_what_the_first_wrote(model, manager, padded):
 
 def test_events_and_streams_say_what_the_result_says(model, manager):
     events, said = [], []
-    with manager.attach(model, routing=True) as run:
+    with manager.attach(model, followers=[Routing()]) as run:
         run.on("*", above=0.0, action=events.append)
         ids = torch.randint(3, 61, (2, 20), generator=torch.Generator().manual_seed(2))
         mask = torch.ones_like(ids)
@@ -151,7 +152,9 @@ def test_events_and_streams_say_what_the_result_says(model, manager):
         said += [reading.token_id for reading in event.reading]
     assert any(token_id >= 0 for token_id in said)
     words = tokenizer()
-    streamed = list(manager.stream(model, words, " ".join(f"w{n}" for n in range(4, 30)), routing=True, **PLAIN))
+    streamed = list(
+        manager.stream(model, words, " ".join(f"w{n}" for n in range(4, 30)), followers=[Routing()], **PLAIN)
+    )
     result = streamed[-1].result
     assert streamed[-1].reading == () and len(streamed) == 9
     for event in streamed[:-1]:
@@ -171,7 +174,7 @@ def test_attached_memories_are_read_too(manager, padded, tmp_path):
         memories = {0: early.memory, 2: late.memory}
         for memory in memories.values():
             torch.nn.init.normal_(memory.output.weight, std=0.3)
-        with watch.attach(host, routing=True) as run:
+        with watch.attach(host, followers=[Routing()]) as run:
             out = host.generate(ids, attention_mask=mask, **PLAIN)
         begins = [max(LENGTHS) - length for length in LENGTHS]
         assert check(run.result(out), out, host, memories, begins) > 500
@@ -179,7 +182,7 @@ def test_attached_memories_are_read_too(manager, padded, tmp_path):
 
 def test_what_was_forgotten_or_never_watched_is_not_said_to_be_nothing(model, manager, padded):
     ids = padded[0][:1]
-    with manager.attach(model, routing=True, keep_tokens=5) as run:
+    with manager.attach(model, followers=[Routing()], keep_tokens=5) as run:
         out = model.generate(ids, **PLAIN)
     result = run.result(out)
     n_readings = [len(result.reading(index)) for index in range(len(result))]

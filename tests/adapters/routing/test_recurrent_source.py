@@ -8,6 +8,7 @@ from conftest import PAD, make_model, n_hooks
 from monitor.test_state_probes import pack_for
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor, RoutingSettings
+from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.recurrent import StateMonitor
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.monitor.sinks import CallbackSink
@@ -25,10 +26,10 @@ def test_a_run_with_probes_has_the_report_of_a_monitor_alone(tmp_path, beams):
     options = {**GREEDY, "attention_mask": MASK, "num_beams": beams}
     with StateMonitor(host, states=True) as monitor:
         bare = host.generate(BATCH, **options)
-    with manager.attach(host, routing=RoutingSettings(states=True)) as run:
+    with manager.attach(host, followers=[Routing(RoutingSettings(states=True))]) as run:
         out = host.generate(BATCH, **options)
     assert torch.equal(out, bare) and n_hooks(host) == 0
-    report = run.routing.report()
+    report = run.follower(Routing).report()
     assert report["states"] == monitor.report() and report["n_tokens"] == monitor.n_tokens > 0
     assert run.result(out).coverage.totals()["unseen"] == 3  # the last token of each row
     assert report["streams"] == report["alerts"] == [] and set(report["unjudged"]) == {
@@ -53,7 +54,7 @@ def test_alerts_of_states_are_told_as_those_of_routers_are_and_scraped():
     ids = torch.randint(1, 60, (1, 600), generator=torch.Generator().manual_seed(0))
     told, registry = [], CollectorRegistry()
     metrics = ProcessMetrics(registry=registry)
-    with RoutingMonitor(host) as monitor, metrics.routing(monitor), torch.no_grad():
+    with RoutingMonitor(host) as monitor, metrics.showing(monitor), torch.no_grad():
         monitor.on_alert(told.append)
         kept = [layer.mixer.A_log.clone() for layer in host.backbone.layers]
         for layer in host.backbone.layers:
@@ -65,7 +66,7 @@ def test_alerts_of_states_are_told_as_those_of_routers_are_and_scraped():
     with torch.no_grad():
         for layer in host.backbone.layers:
             layer.mixer.A_log.fill_(12.0)  # forgets at once
-    with RoutingMonitor(host) as monitor, metrics.routing(monitor), torch.no_grad():
+    with RoutingMonitor(host) as monitor, metrics.showing(monitor), torch.no_grad():
         monitor.on_alert(told.append)
         host(ids)
         scraped = {

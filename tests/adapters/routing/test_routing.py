@@ -10,8 +10,10 @@ from transformers import CompileConfig, DynamicCache
 
 from blinded import Blinded
 from conftest import EOS, HIDDEN, LAYERS, OLDEST, PAD, make_model, make_pack, n_hooks, not_in_oldest
+from hears import hears
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import DEFAULT_RULES, RoutingJsonLines, RoutingMonitor, RoutingParquet, Rule
+from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.records import COLUMNS
 from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost, UnknownSetting
 from probemon.monitor.sinks import CallbackSink
@@ -289,7 +291,7 @@ def test_on_a_gpu():
 
 
 def test_forwards_that_were_not_seen_are_said(mixtral):
-    with RoutingMonitor(mixtral, on_gap=lambda gap: None) as monitor, Blinded(mixtral, [3, 4]):
+    with RoutingMonitor(mixtral, on_gap="report") as monitor, Blinded(mixtral, [3, 4]):
         seen = Seen(monitor)
         mixtral.generate(PROMPT, **GREEDY)
     assert sorted(seen.of(0)) == [0, 1, 2, 3, 4, 5, 6, 9, 10, 11] and monitor.n_unseen == 2 and monitor.n_tokens == 10
@@ -311,8 +313,8 @@ def test_hosted_beside_probes_is_the_same_as_alone_and_changes_no_score(mixtral,
         mixtral.generate(BATCH, **options)
     with manager.attach(mixtral) as bare:
         out = mixtral.generate(BATCH, **options)
-    with manager.attach(mixtral, routing=True) as run:
-        beside = Seen(run.routing)
+    with manager.attach(mixtral, followers=[Routing()]) as run:
+        beside = Seen(run.follower(Routing))
         again = mixtral.generate(BATCH, **options)
     assert n_hooks(mixtral) == before and torch.equal(out, again)
     assert alone.tokens.keys() == beside.tokens.keys()
@@ -324,7 +326,7 @@ def test_hosted_beside_probes_is_the_same_as_alone_and_changes_no_score(mixtral,
     first, second = bare.result(out), run.result(again)
     assert all(first.scores.active(i).tolist() == second.scores.active(i).tolist() for i in range(len(first)))
     assert all(np.array_equal(first.scores.active_scores(i), second.scores.active_scores(i)) for i in range(len(first)))
-    assert bare.routing is None and run.routing.report()["n_tokens"] == len(beside.tokens)
+    assert bare.routing is None and run.follower(Routing).report()["n_tokens"] == len(beside.tokens)
 
 
 def test_what_users_give_must_not_spoil_a_generation(mixtral):
@@ -474,8 +476,11 @@ def exchange_layers(layers):
 def test_a_router_that_stands_in_another_layer_now_is_not_read_as_the_one_of_its_own(tmp_path, change):
     host, told = make_moe(), []
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", host, sites=(f"resid_post.{LAYERS - 1}",)))
-    with manager.attach(host, routing=True, on_gap=told.append) as run, torch.no_grad():
-        seen = Seen(run.routing)
+    with (
+        manager.attach(host, on_gap="report", followers=[Routing(), hears(gap=told.append)]) as run,
+        torch.no_grad(),
+    ):
+        seen = Seen(run.follower(Routing))
         host(PROMPT)
         n_before = len(seen.tokens)
         change(host.model.layers)

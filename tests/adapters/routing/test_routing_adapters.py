@@ -11,6 +11,7 @@ from conftest import HIDDEN, PAD, make_model, make_pack, n_hooks
 from oracle import check as check_scores
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor, Rule
+from probemon.adapters.routing.recorder import Routing
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost, UnknownSetting
 from routed_hosts import GREEDY, make_bem
 
@@ -119,13 +120,13 @@ def test_probes_on_an_xlora_host_see_the_pass_with_adapters(adapters, tmp_path):
     manager = DynamicProbeManager(
         make_pack(tmp_path / "pack", model.get_base_model(), sites=("resid_post.0", "resid_post.2")), keep_top_k=6
     )
-    with manager.attach(model, routing=True) as run:
+    with manager.attach(model, followers=[Routing()]) as run:
         out = model.generate(input_ids=BATCH, **PADDED)
     result = run.result(out)
     for row, line in enumerate(out.tolist()):
         first = int((BATCH[row] == PAD).sum())
         check_scores(manager, model, result, row, line, first, [(5 - first, len(line) - 6)])
-    assert run.routing.n_tokens == 3 * 12 - 3
+    assert run.follower(Routing).n_tokens == 3 * 12 - 3
 
 
 def test_without_its_adapters_xlora_decides_nothing_and_that_is_said(adapters):
@@ -134,7 +135,7 @@ def test_without_its_adapters_xlora_decides_nothing_and_that_is_said(adapters):
         with pytest.raises(AlignmentError, match=r"without reaching \['xlora'\]"):
             model(PROMPT)
         assert monitor.n_tokens == 0
-    with RoutingMonitor(model, on_gap=lambda gap: None) as monitor, torch.no_grad():
+    with RoutingMonitor(model, on_gap="report") as monitor, torch.no_grad():
         with model.disable_adapter():
             model(PROMPT)
         tokens, _ = collect(monitor)
@@ -252,13 +253,13 @@ def test_bem_beside_probes_and_watching_it_changes_nothing(tmp_path):
 
     with make_bem(model) as bem:
         bare, before = model.generate(BATCH, **PADDED, return_dict_in_generate=True, output_logits=True), n_hooks(model)
-        with manager.attach(model, routing=RoutingSettings(bem=bem)) as run:
+        with manager.attach(model, followers=[Routing(RoutingSettings(bem=bem))]) as run:
             watched = model.generate(BATCH, **PADDED, return_dict_in_generate=True, output_logits=True)
         assert (
             all(torch.equal(a, b) for a, b in zip(bare.logits, watched.logits, strict=True))
             and n_hooks(model) == before
         )
-    assert run.routing.report()["n_tokens"] == 33 and run.result(watched).coverage.n_unseen == 3
+    assert run.follower(Routing).report()["n_tokens"] == 33 and run.result(watched).coverage.n_unseen == 3
 
 
 class Told:
@@ -455,7 +456,7 @@ def test_a_host_whose_only_router_is_an_adapter_says_how_it_is_watched(tmp_path)
         with pytest.raises(
             NotSupportedHost, match=r"routing=RoutingSettings\(bem=bem\).*RoutingMonitor\(model, bem=bem\).*--bem"
         ):
-            manager.attach(model, routing=True)
+            manager.attach(model, followers=[Routing()])
         with pytest.raises(ConfigError, match=r"settings of routing are 'x': give a RoutingSettings"):
             manager.attach(model, routing="x")
         with pytest.raises(

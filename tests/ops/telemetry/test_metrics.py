@@ -22,11 +22,12 @@ from conftest import make_model, make_pack
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor, Rule
+from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.statistics import METRICS
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget, Ladder
+from probemon.monitor.budget import Budget
 from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.escalation import Escalate
 from probemon.monitor.rungs import DEPTH, NAMES, OFF
@@ -151,8 +152,8 @@ def test_open_runs_events_failures_and_what_sinks_took(model, pack):
         run.on("c2", above=0.0, action=heard.append)
         run.follow(metrics)
         assert of(read(metrics), "probemon_runs") == 1
-        run.add_sink(MemorySink())
-        run.add_sink(CallbackSink(broken))
+        run.follow(MemorySink())
+        run.follow(CallbackSink(broken))
         out = generate(model)
     found = read(metrics)
     actions = [event.concept for event in run.events]
@@ -178,7 +179,7 @@ def test_tokens_of_a_file_that_is_removed_are_dropped_however_many_were_written(
     sink._append = fill
     with DynamicProbeManager(pack).attach(model, callback_errors="report") as run:
         run.follow(metrics)
-        deliveries = [run.add_sink(sink), run.add_sink(MemorySink())]
+        deliveries = [run.follow(sink), run.follow(MemorySink())]
         for _ in range(2):
             generate(model)
             until = time.monotonic() + 20
@@ -230,7 +231,7 @@ def test_a_verdict_is_counted_of_a_question_that_came_before_the_metrics_did(mod
 
     with DynamicProbeManager(pack).attach(model, make_tokenizer()) as run:
         run.on("c9", above=0.0, action=Escalate(judge, within=30, meanwhile="pass", on_failure="pass", n_workers=1))
-        run.listen(follow)
+        run.follow(follow)
         generate(model, eos_token_id=None)
     n_asked = len(run.events)
     assert not run.failures and n_asked > 0
@@ -246,7 +247,7 @@ def test_gaps_and_why_tokens_were_not_seen_are_told_in_a_closed_set(model, pack)
         hidden[0, -1] = float("nan")
         return hidden
 
-    with DynamicProbeManager(pack).attach(model, on_gap=lambda gap: None) as run:
+    with DynamicProbeManager(pack).attach(model, on_gap="report") as run:
         run.follow(metrics)
         with Blinded(model, lost={2, 4}):
             generate(model, eos_token_id=None)
@@ -271,31 +272,31 @@ def test_gaps_and_why_tokens_were_not_seen_are_told_in_a_closed_set(model, pack)
 
 def test_what_a_budget_leaves_out_is_shown_by_rung(model, pack):
     metrics = fresh()
-    with DynamicProbeManager(pack).attach(model, budget=Budget(ms=1e-6)) as run:  # always too little
+    with DynamicProbeManager(pack).attach(model, followers=[Budget(ms=1e-6)]) as run:  # always too little
         run.follow(metrics)
         out = generate(model, max_new_tokens=60, eos_token_id=None)
         found = read(metrics)
-        assert of(found, "probemon_budget_rung") == NAMES.index(run.budget.rung) == OFF
-        other = DynamicProbeManager(pack).attach(model, budget=Budget(ms=1e6))
+        assert of(found, "probemon_budget_rung") == NAMES.index(run.watching.rung_name) == OFF
+        other = DynamicProbeManager(pack).attach(model, followers=[Budget(ms=1e6)])
         other.follow(metrics)  # the gauge is of the run that leaves out most
         assert of(read(metrics), "probemon_budget_rung") == OFF
     shed = {dict(labels)["rung"]: n for (name, labels), n in found.items() if name.endswith("shed_tokens_total")}
-    assert shed == {name: run.budget.tokens[name] for name in NAMES[1:]} and shed["off"] > 0 < shed["depth"]
+    assert shed == {name: run.follower(Budget).tokens[name] for name in NAMES[1:]} and shed["off"] > 0 < shed["depth"]
     n = sum("budget" in reason for reason in run.result(out).coverage.unseen)
     assert of(found, "probemon_tokens_total", phase="generated", unseen="budget") == n > 0
     assert of(read(metrics), "probemon_budget_rung") == 0
 
 
 def test_a_ladder_that_runs_share_is_shown_between_them(model, pack):
-    ladder, metrics, manager, runs = Ladder(Budget(ms=1e-6)), fresh(), DynamicProbeManager(pack), []
+    ladder, metrics, manager, runs = Budget(ms=1e-6), fresh(), DynamicProbeManager(pack), []
     for _ in range(2):
-        with manager.attach(model, budget=ladder) as run:
+        with manager.attach(model, followers=[ladder]) as run:
             run.follow(metrics)
             generate(model, max_new_tokens=8, eos_token_id=None)
         runs.append(run)
     found = read(metrics)
     assert of(found, "probemon_budget_rung") == ladder.rung == DEPTH
-    shed = sum(run.budget.tokens["depth"] for run in runs)
+    shed = sum(run.follower(Budget).tokens["depth"] for run in runs)
     assert of(found, "probemon_budget_shed_tokens_total", rung="depth") == shed > 0
 
 
@@ -326,7 +327,7 @@ def test_drift_alarms_are_shown_by_kind(pack, tmp_path):
     manager, host, metrics = DynamicProbeManager(pack), make_model(), fresh()
 
     def watch(drift):
-        with manager.attach(host, drift=drift) as run:
+        with manager.attach(host, followers=[drift]) as run:
             run.follow(metrics)
             host(torch.randint(1, 60, (100, 6)))
 
@@ -402,7 +403,7 @@ def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
     rules = (Rule("flips", "flip_rate", raise_at=0.01, clear_at=0.0, window=8),)
     n_tokens = n_raised = 0
     for _ in range(2):
-        with RoutingMonitor(model, rules=rules) as monitor, metrics.routing(monitor):
+        with RoutingMonitor(model, rules=rules) as monitor, metrics.showing(monitor):
             generate(model)
             found = read(metrics)
         report = monitor.report()
@@ -421,7 +422,7 @@ def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
         assert of(found, "probemon_forward_seconds_count") == report["seconds"]["forward"]["n"] * (1 + _)
     after = read(metrics)
     assert of(after, "probemon_routing_tokens_total", seen="yes") == n_tokens
-    with pytest.raises(ConfigError, match="give a RoutingMonitor"), metrics.routing(model):
+    with pytest.raises(ConfigError, match="give a RoutingMonitor"), metrics.showing(model):
         pass
 
 
@@ -432,7 +433,7 @@ def test_alerts_of_all_monitors_that_are_open_are_shown():
         monitors = []
         for model, n_rows in ((make_moe(), 60), (make_moe(), 60), (make_moe("olmoe"), 1)):
             monitors.append(stack.enter_context(RoutingMonitor(model, rules=rules)))
-            stack.enter_context(metrics.routing(monitors[-1]))
+            stack.enter_context(metrics.showing(monitors[-1]))
             model(torch.randint(1, 60, (n_rows, 10)))
         n_alerts = [len(monitor.alerts) for monitor in monitors]
         assert min(n_alerts[:2]) > 0 == n_alerts[2]
@@ -443,11 +444,15 @@ def test_alerts_of_all_monitors_that_are_open_are_shown():
 
 def test_routing_of_a_run_is_in_its_metrics(tmp_path):
     host, metrics = make_moe(), fresh()
-    with DynamicProbeManager(make_pack(tmp_path / "pack", host)).attach(host, routing=True) as run:
+    with DynamicProbeManager(make_pack(tmp_path / "pack", host)).attach(host, followers=[Routing()]) as run:
         run.follow(metrics)
         generate(host)
-        assert of(read(metrics), "probemon_routing_tokens_total", seen="yes") == run.routing.report()["n_tokens"] > 0
-    assert of(read(metrics), "probemon_routing_tokens_total", seen="yes") == run.routing.report()["n_tokens"]
+        assert (
+            of(read(metrics), "probemon_routing_tokens_total", seen="yes")
+            == run.follower(Routing).report()["n_tokens"]
+            > 0
+        )
+    assert of(read(metrics), "probemon_routing_tokens_total", seen="yes") == run.follower(Routing).report()["n_tokens"]
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
@@ -456,7 +461,7 @@ def test_a_prometheus_server_reads_them(model, pack, tmp_path):
     with (
         DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run,
         RoutingMonitor(host) as routing,
-        metrics.routing(routing),
+        metrics.showing(routing),
         served(metrics.registry, 0) as port,
     ):
         run.follow(metrics)
@@ -543,7 +548,7 @@ def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_
     assert table() in page, "scripts/metrics_table.py writes it"
     host, metrics = make_moe(), fresh("c1")
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", host), audit_rate=1.0)
-    with manager.attach(host, routing=True, budget=Budget(ms=1e6), drift=DriftMonitor(manager)) as run:
+    with manager.attach(host, followers=[Routing(), Budget(ms=1e6), DriftMonitor(manager)]) as run:
         run.on("c2", above=0.0, action=Escalate(lambda question: "pass", 30.0, meanwhile="hold", on_failure="stop"))
         run.follow(metrics)
         generate(host)

@@ -6,44 +6,47 @@ monitor.report()                                        # {"ssm.3": {"half_life_
 monitor.alerts                                          # [Alert(kind="short", stream=Stream("ssm", "ssm.3", 3), ...)]
 with StateMonitor(model, states=True) as monitor: ...   # the states themselves, too: norm, growth, what is new
 
-with manager.attach(model, tokenizer, routing=True) as run: ...     # beside probes, and routers: run.routing.states
+with manager.attach(model, tokenizer, followers=[routing := Routing()]): ...    # with probes: routing.recurrent
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections import deque
 from types import TracebackType
 from typing import Any
 
 from probemon.adapters.routing.recurrent.recorder import StateRecorder
 from probemon.core.scores import Gap
-from probemon.errors import ConfigError
 from probemon.host.model import unwrap
-from probemon.monitor.failures import Failures, as_exception, raise_first_of
+from probemon.monitor.failures import MAX_KEPT, Failures, as_exception, raise_first_of
+from probemon.monitor.followers import Follower
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watcher import Watcher
+from probemon.util.checks import check_choice
 
 
-class StateMonitor(StateRecorder):
+class StateMonitor(StateRecorder, Follower):
     """A recorder that watches a model by itself, without probes.
 
-    `states`: see `StateRecorder`. `on_gap` is that of `manager.attach`. Raises `NotSupportedHost`, `ConfigError`.
-    Errors of listeners are kept in `failures`, and raised as `CallbackFailed` when the block ends.
+    `states`: see `StateRecorder`. `on_gap`: "raise" or "report", as in `manager.attach`. Raises `NotSupportedHost`,
+    `ConfigError`. Errors of listeners are kept in `failures`, and raised as `CallbackFailed` when the block ends.
     """
 
-    def __init__(self, model: Any, *, states: bool = False, on_gap: str | Callable[[Gap], object] = "raise") -> None:
-        if not callable(on_gap) and on_gap != "raise":
-            raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
+    def __init__(self, model: Any, *, states: bool = False, on_gap: str = "raise") -> None:
+        check_choice("on_gap", on_gap, ("raise", "report"))
         model, failures = unwrap(model), Failures()
         super().__init__(model, states=states, guard=failures.call)
-        self.failures = failures.errors
-        guarded_on_gap = partial(failures.call, "on_gap", on_gap) if callable(on_gap) else None
-        self._watcher = Watcher(model, self.sites, 0, self._count_tokens, on_gap=guarded_on_gap, on_end=self.ended)
+        self.failures, self.gaps = failures.errors, deque[Gap](maxlen=MAX_KEPT)
+        report_gaps = on_gap == "report"
+        self._watcher = Watcher(model, self.sites, 0, self._count_tokens, report_gaps=report_gaps, reports=self)
+
+    def gap(self, gap: Gap) -> None:
+        """Keep a gap."""
+        self.gaps.append(gap)
 
     def __enter__(self) -> StateMonitor:
         self._watcher.__enter__()

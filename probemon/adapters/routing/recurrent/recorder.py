@@ -1,7 +1,7 @@
 """StateRecorder: what the recurrent layers of one host do with accepted tokens, added up by layer.
 
     recorder = StateRecorder(model, states=False, guard=failures.call)
-    watcher = Watcher(model, [*sites, *recorder.sites], n_probes, score, on_end=recorder.ended)
+    watcher = Watcher(model, [*sites, *recorder.sites], n_probes, score, reports=recorder)
     report = recorder.take(recording, placed, states)       # in `score`, before the tokens are in the recording
     recorder.report(), recorder.alerts
 
@@ -166,8 +166,10 @@ class StateRecorder:
             self._count(row, placed.take(which), [part[:, which] for part in arrays], state, unknown)
 
     @torch.no_grad()
-    def ended(self, recording: Recording) -> None:
+    def ended(self, recording: Recording, error: BaseException | None) -> None:
         """Count what beams ran, now that it is known which of it was returned."""
+        if error is not None:
+            return
         with self._lock:
             kept = self._kept.pop(recording, None)
             beams, sequences = recording.beams, recording.ids

@@ -1,21 +1,15 @@
-"""Observer: is told what a watcher does beside handing on tokens: how long forwards took, what was missed, what ended.
-
-class Slowest(Observer):
-    def forward(self, time): self.seconds = max(self.seconds, time.inside)
-
-Watcher(model, sites, score, observer=Slowest())
-"""
+"""What a source of tokens reports beside them: how long forwards took, what was missed, what ended."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from probemon.core.scores import Gap
 from probemon.tracking.recording import Recording
 
 
 class ForwardTime(NamedTuple):
-    """Seconds that one forward of the host took in our hooks (`inside`), and altogether with these (`whole`); how many
+    """Seconds that one forward of the model took in our hooks (`inside`), and altogether with these (`whole`); how many
     tokens of prompts, and generated ones, it ran.
     """
 
@@ -25,11 +19,11 @@ class ForwardTime(NamedTuple):
     n_generated: int
 
 
-class Observer:
-    """Does nothing; override what is of interest. All of it is called in the thread that generates."""
+class SourceReports(Protocol):
+    """Hears what a source of tokens reports, in the thread that generates. Every `Follower` of a run does."""
 
     def forward(self, time: ForwardTime) -> None:
-        """A forward of the host ended, and its tokens are scored."""
+        """A forward of the model ended, and its tokens are scored."""
 
     def gap(self, gap: Gap) -> None:
         """Columns were run that our hooks did not see, whether that is reported or raised."""

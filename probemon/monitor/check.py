@@ -1,0 +1,27 @@
+"""Check: one line of a run's health: what was looked at, whether it is well, and what to do if it is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from probemon.util.checks import check_choice
+
+OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is so (`what`), whether that is well (`state`: "ok", "warning" or "failed"), and the `remedy` in a sentence,
+    "" where there is nothing to mend.
+    """
+
+    name: str
+    state: str
+    what: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("state", self.state, STATES)
+
+    def __str__(self) -> str:
+        return f"{self.state}, {self.name}: {self.what}{f'. {self.remedy}' if self.remedy else ''}"

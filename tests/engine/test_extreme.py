@@ -10,7 +10,7 @@ import torch
 
 from nets import dequantized
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.probes import input_dtype
+from probemon.core.dtypes import input_dtype
 from probemon.packs.quantize import quantize_weights
 
 D = 3

@@ -18,6 +18,7 @@ from torch import Tensor
 from probemon.core.aggregate import Each
 from probemon.core.drift_reference import DriftReference
 from probemon.core.request_counts import RequestCounts
+from probemon.core.score_rules import follows_path
 from probemon.core.scores import Floats
 from probemon.errors import ConfigError
 from probemon.lab.calibration.calibrate import Alerts
@@ -202,7 +203,7 @@ def _with_precision(pack: ProbePack, watched: Sequence[int]) -> list[dict[str, A
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:
     """Whether the pack's own descent finds every firing probe, so that a calibrated one would only lose some."""
     return (
-        pack.score_rule == "path"
+        follows_path(pack.score_rule)
         and not bool(alert.isnan().any())
         and recommended.get("load_threshold", "exact") == "exact"
     )

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from probemon.core.hierarchy import ConceptTree, Ints, Mask
 from probemon.core.intervals import mean_interval
 from probemon.core.plan import CascadePlan
+from probemon.core.score_rules import follows_path
 from probemon.core.scores import Floats
 from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import apply_rule
@@ -121,7 +122,7 @@ class Family:
 
     def __init__(self, reach: Reach, documents: Sequence[Floats]) -> None:
         exact, inner = reach.exact(), reach.tree.has_children
-        path = reach.score_rule == "path"
+        path = follows_path(reach.score_rule)
         self._lowest = np.where(np.isfinite(exact) if path else False, exact, np.float32(-1)).astype(np.float32)
         self._lowest[~inner] = np.nan
         columns, values = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.float32)]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.probes import parse_site
+from probemon.core.score_rules import INDEPENDENT
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
 from probemon.lab.importers.hatcat_files import ProbeFolder, Stored
@@ -174,7 +175,7 @@ def import_pack(
         concepts=[_concept(node, pole, placed[node], graph, calibration) for node, pole in entries],
         architecture=architecture,
         dtype=pack_dtype,
-        score_rule="independent",
+        score_rule=INDEPENDENT,
         inputs=[spec.as_dict() for spec in specs.values()],
         input_index=torch.tensor([list(specs).index(kinds[node].normed) for node, _ in entries], device="cpu"),
         softmax_group=torch.tensor([heads.index(node) if pole else -1 for node, pole in entries], device="cpu"),

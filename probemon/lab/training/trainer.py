@@ -26,6 +26,7 @@ from probemon.core.aggregate import Each
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import InputSpec
+from probemon.core.score_rules import INDEPENDENT, PATH
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.identity import stated_host
 from probemon.host.loading import load_model
@@ -251,7 +252,7 @@ class _Job:
                 for concept in data.concepts
             ],
             weights=fitted.weights,
-            score_rule="path" if data.is_tree else "independent",
+            score_rule=PATH if data.is_tree else INDEPENDENT,
             inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in fitted.inputs],
             input_index=torch.from_numpy(fitted.input_of),
             host=stated_host(self.host, model_id),

@@ -54,7 +54,7 @@ MASKED_CONCEPTS = 64  # of so many, at most, the score without give-away words i
 BASELINES = ("words", "embedding", "pooled", "length", "position")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """Scores of the parts that did not train, and thresholds.
 
@@ -125,35 +125,35 @@ class Measured:
         benign = (data.known == 0) & data.of("calibrate")[:, None]
         position = store.position[rows]
         return cls(
-            data,
-            settings,
-            choice,
-            fitted.method,
-            fitted.areas,
-            rows,
-            parts[rows],
-            position,
-            np.bincount(parts, minlength=n_parts),
-            scores,
-            highest,
-            part_scores(data, Each(), torch.from_numpy(scores), of_rows),
-            part_means(torch.from_numpy(scores), of_rows, n_parts).numpy(),
-            _masked(data, settings, scores, parts[rows], position, giveaways),
-            baselines,
-            giveaways,
-            controls.shuffled(),
-            controls.random(),
-            {"probes": fitted.learnt_from, "layers": choice.seen, "embeddings": embeddings_seen},
-            thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
+            data=data,
+            settings=settings,
+            choice=choice,
+            method=fitted.method,
+            kinds=fitted.areas,
+            rows=rows,
+            part=parts[rows],
+            position=position,
+            n_read=np.bincount(parts, minlength=n_parts),
+            scores=scores,
+            highest=highest,
+            each=part_scores(data, Each(), torch.from_numpy(scores), of_rows),
+            mean=part_means(torch.from_numpy(scores), of_rows, n_parts).numpy(),
+            masked=_masked(data, settings, scores, parts[rows], position, giveaways),
+            baselines=baselines,
+            giveaways=giveaways,
+            shuffled=controls.shuffled(),
+            random=controls.random(),
+            drawn={"probes": fitted.learnt_from, "layers": choice.seen, "embeddings": embeddings_seen},
+            of_tokens=thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
             # Stretches have no running score, and a rule is not asked of them.
-            thresholds(
+            of_texts=thresholds(
                 highest[fitted.method],
                 np.arange(n_parts),
                 benign & ~data.of_span[:, None],
                 data.group,
                 fpr=settings.fpr,
             ),
-            None
+            precise=None
             if settings.precision is None
             else precision_thresholds(
                 scores, parts[rows], data.known, data.of("calibrate"), data.group, precision=settings.precision

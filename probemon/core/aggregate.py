@@ -201,7 +201,7 @@ def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubl
     return running
 
 
-class Form(NamedTuple):
+class AggregatorForm(NamedTuple):
     """An aggregator as text: how it is made alone, and of a number, which help texts call `letter`; an example."""
 
     make: Callable[[], Aggregator] | None = None
@@ -212,19 +212,19 @@ class Form(NamedTuple):
 
 
 # Every aggregator that a text can name: what parses, help texts and the schema of deployments are made of this table.
-AGGREGATORS: dict[str, Form] = {
-    "none": Form(Each),
-    "each": Form(Each),
-    "mean": Form(Mean),
-    "max": Form(Max),
-    "attention": Form(Attention, Attention, float, "T", "attention:0.1"),
-    "ema": Form(None, Ema, float, "W", "ema:0.3"),
-    "rolling_mean": Form(None, RollingMean, int, "N", "rolling_mean:8"),
-    "rolling_max": Form(None, RollingMax, int, "N", "rolling_max:8"),
+AGGREGATORS: dict[str, AggregatorForm] = {
+    "none": AggregatorForm(Each),
+    "each": AggregatorForm(Each),
+    "mean": AggregatorForm(Mean),
+    "max": AggregatorForm(Max),
+    "attention": AggregatorForm(Attention, Attention, float, "T", "attention:0.1"),
+    "ema": AggregatorForm(None, Ema, float, "W", "ema:0.3"),
+    "rolling_mean": AggregatorForm(None, RollingMean, int, "N", "rolling_mean:8"),
+    "rolling_max": AggregatorForm(None, RollingMax, int, "N", "rolling_max:8"),
 }
 
 
-def forms(*left_out: str, optional: str = "{name}[:{letter}]") -> list[str]:
+def aggregator_forms(*left_out: str, optional: str = "{name}[:{letter}]") -> list[str]:
     """Return how each aggregator is written: "mean", "attention[:T]", "ema:W". `optional`: one with or without."""
     texts = []
     for name, form in AGGREGATORS.items():
@@ -235,7 +235,7 @@ def forms(*left_out: str, optional: str = "{name}[:{letter}]") -> list[str]:
 
 
 def _choices() -> str:
-    *some, last = forms("none", "each", optional="{name}, {name}:{letter}")
+    *some, last = aggregator_forms("none", "each", optional="{name}, {name}:{letter}")
     return (
         f"give none (each token's own score), {', '.join(some)} or {last}, "
         "with the temperature T, the newest token's share W, the number of tokens N; z:pack, rank:pack, z:last:N, "
@@ -266,7 +266,7 @@ def parse(text: str) -> Aggregator:
         return parse_baseline(text)
     match = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
     name, parameter = (match[1], match[2] or match[3]) if match else ("", None)
-    form = AGGREGATORS.get(name, Form())
+    form = AGGREGATORS.get(name, AggregatorForm())
     if parameter is None and form.make is not None:
         return form.make()
     if parameter is not None and form.make_of is not None:

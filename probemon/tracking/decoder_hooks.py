@@ -34,7 +34,7 @@ from probemon.host.model import compiled_parts, find_layers, forget_compiled, hi
 from probemon.host.placed_hooks import PlacedHook
 from probemon.host.site import Site
 from probemon.host.tap import Tap, check_states, ran_again
-from probemon.tracking.align import Forward, PlacedTokens
+from probemon.tracking.align import DecoderForward, PlacedTokens
 from probemon.tracking.continuous_batching import ContinuousBatches
 from probemon.tracking.forward_call import read_forward
 from probemon.tracking.generation import FOLLOWING, ORDER, Generation, OpenForward, PendingTokens, States, ThreadState
@@ -290,7 +290,7 @@ class DecoderHooks:
             self.recordings.claim_cache(held, recording)
         return True
 
-    def _check_abilities(self, forward: Forward, given: Mapping[str, Any]) -> None:
+    def _check_abilities(self, forward: DecoderForward, given: Mapping[str, Any]) -> None:
         """Raise where the host cannot go on from a cache, or leave out padding, as this plain forward needs it to."""
         end = forward.start + forward.ids.shape[1]
         mask = "" if given.get("attention_mask") is None else "masked"

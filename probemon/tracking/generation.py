@@ -27,7 +27,7 @@ from transformers import StoppingCriteriaList
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
-from probemon.tracking.align import NO_ID, Forward, Ints, PlacedTokens
+from probemon.tracking.align import NO_ID, DecoderForward, Ints, PlacedTokens
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.recording import Recording
 
@@ -161,7 +161,7 @@ class Generation:
             column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None
         )
 
-    def check_ids(self, forward: Forward) -> None:
+    def check_ids(self, forward: DecoderForward) -> None:
         """Raise where the host runs other tokens than those of the sequence at their own columns.
 
         With drafts on a used cache transformers does.
@@ -303,7 +303,7 @@ class PendingTokens:
     states: States = field(default_factory=dict)
 
 
-class Followers(threading.local):
+class FollowedGenerations(threading.local):
     """By model, how many runs follow the generation that this thread is in, what each knows of it, and when the newest
     of them began.
     """
@@ -314,7 +314,7 @@ class Followers(threading.local):
         self.begun: dict[int, int] = {}
 
 
-FOLLOWING = Followers()
+FOLLOWING = FollowedGenerations()
 ORDER = itertools.count()  # of what begins in this process: runs that attach, generations
 
 

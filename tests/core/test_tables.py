@@ -11,7 +11,7 @@ import torch
 
 import probemon
 from probemon.core import aggregate, columns, dtypes, probes, score_rules
-from probemon.core.aggregate import AGGREGATORS, Form, forms, parse
+from probemon.core.aggregate import AGGREGATORS, AggregatorForm, aggregator_forms, parse
 from probemon.core.columns import COLUMNS, arrow_fields
 from probemon.core.dtypes import CODES, WEIGHTS, code_of, input_dtype, of_dtype
 from probemon.core.hierarchy import ConceptTree
@@ -70,7 +70,7 @@ class Unlike(aggregate._Stepped):
 
 
 def test_an_aggregator_in_the_table_alone_has_no_gradients(monkeypatch):
-    monkeypatch.setitem(AGGREGATORS, "unlike", Form(Unlike))
+    monkeypatch.setitem(AGGREGATORS, "unlike", AggregatorForm(Unlike))
     one = parse("unlike")
     assert isinstance(one, Unlike) and not is_known(one)
     with pytest.raises(ConfigError, match=r"max, attention, .*rolling_max:N or unlike, with"):
@@ -90,7 +90,7 @@ def test_every_aggregator_has_gradients_and_is_read_from_what_it_is_called(name)
 @pytest.mark.parametrize("command", ["calibrate", "train"])
 def test_help_names_every_aggregator(command):
     text = re.sub(r'"\s+"', "", source(f"lab/cli/{command}.py"))
-    assert not [form for form in forms("none", "each") if form not in text]
+    assert not [form for form in aggregator_forms("none", "each") if form not in text]
 
 
 def test_the_schema_of_deployments_names_every_aggregator():

@@ -21,7 +21,7 @@ from probemon.core.request_counts import RequestCounts
 from probemon.core.score_rules import follows_path
 from probemon.core.scores import Floats
 from probemon.errors import ConfigError
-from probemon.lab.calibration.calibrate import Alerts
+from probemon.lab.calibration.calibrate import CalibratedAlerts
 from probemon.lab.calibration.expansion import Expansion
 from probemon.lab.calibration.score_statistics import ScoreStatistics
 from probemon.packs.copies import concepts_of, quality_of, without_thresholds
@@ -37,7 +37,7 @@ def write_calibrated(
     path: str | Path,
     *,
     watched: Sequence[int] = (),
-    alerts: Alerts | None = None,
+    alerts: CalibratedAlerts | None = None,
     expansion: Expansion | None = None,
     statistics: ScoreStatistics | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -210,7 +210,7 @@ def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, An
 
 
 def _alert_quality(
-    pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: Alerts
+    pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: CalibratedAlerts
 ) -> dict[str, Any]:
     """Return rates by aggregator and concept, with those of concepts that were calibrated earlier."""
     name = str(alerts.aggregator)
@@ -226,7 +226,7 @@ def _counts_of(pack: ProbePack) -> dict[str, Tensor]:
 
 
 def _note(
-    alerts: Alerts | None,
+    alerts: CalibratedAlerts | None,
     expansion: Expansion | None,
     statistics: ScoreStatistics | None,
     changes: bool,

@@ -32,7 +32,7 @@ from probemon.lab.importers.hatcat_hierarchy import choose_hierarchy
 from probemon.lab.importers.hatcat_probe import (
     NORM_EPS,
     POLES,
-    Inputs,
+    HatcatInputs,
     Kind,
     Unusable,
     check_finite,
@@ -213,13 +213,13 @@ def import_pack(
     return ProbePack.of(writer.opened), report
 
 
-def _check_inputs(site: str, normalize: str, eps: float) -> Inputs:
+def _check_inputs(site: str, normalize: str, eps: float) -> HatcatInputs:
     if normalize not in NORMALIZE:
         raise ConfigError(
             f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm'"
             " or 'none'"
         )
-    inputs = Inputs(site, normalize, eps)
+    inputs = HatcatInputs(site, normalize, eps)
     inputs.spec(False)  # checks eps
     return inputs
 

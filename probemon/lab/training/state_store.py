@@ -37,7 +37,7 @@ from probemon.errors import TrainingError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.state_reader import StateReader, give_back
-from probemon.lab.corpora.windows import Reading, Shard, Tokens, shards
+from probemon.lab.corpora.windows import DocumentShard, Reading, WindowTokens, shards
 from probemon.lab.training.texts import Text
 from probemon.util.files import write_text_atomically
 
@@ -105,9 +105,9 @@ class TextReader:
         ]
         return [(reader, places) for reader, places in chosen if places]
 
-    def tokens(self, texts: Sequence[Text]) -> list[Tokens]:
+    def tokens(self, texts: Sequence[Text]) -> list[WindowTokens]:
         """Return the tokens of each text. Raises `TrainingError` for one that has none."""
-        found: dict[int, Tokens] = {}
+        found: dict[int, WindowTokens] = {}
         for reader, places in self.kinds(texts):
             for shard in _shards(texts, places):
                 planned = reader.plan(shard)
@@ -124,7 +124,7 @@ class StatePlan:
 
     reader: TextReader
     texts: Sequence[Text]
-    tokens: Sequence[Tokens]
+    tokens: Sequence[WindowTokens]
     kept: Sequence[Ints]
 
     @property
@@ -160,7 +160,7 @@ class StatePlan:
         }
 
 
-def _around(tokens: Tokens) -> tuple[Ints, Ints]:
+def _around(tokens: WindowTokens) -> tuple[Ints, Ints]:
     return np.asarray(tokens.prefix, dtype=np.int64), np.asarray(tokens.suffix, dtype=np.int64)
 
 
@@ -332,7 +332,7 @@ def _are_still_so(plan: StatePlan, store: StateStore, done: Sequence[int], n_row
     )
 
 
-def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[Shard]:
+def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[DocumentShard]:
     return shards(Document(i, texts[place].where, texts[place].text) for i, place in enumerate(places))
 
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -201,25 +201,46 @@ def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubl
     return running
 
 
-_NAMES: dict[str, Callable[[], Aggregator]] = {
-    "none": Each,
-    "each": Each,
-    "mean": Mean,
-    "max": Max,
-    "attention": Attention,
-}
-_PARSED: dict[str, Callable[[str], Aggregator]] = {
-    "attention": lambda text: Attention(float(text)),
-    "ema": lambda text: Ema(float(text)),
-    "rolling_mean": lambda text: RollingMean(int(text)),
-    "rolling_max": lambda text: RollingMax(int(text)),
+class AggregatorForm(NamedTuple):
+    """An aggregator as text: how it is made alone, and of a number, which help texts call `letter`; an example."""
+
+    make: Callable[[], Aggregator] | None = None
+    make_of: Callable[[Any], Aggregator] | None = None
+    number: Callable[[str], float] = float
+    letter: str = ""
+    example: str = ""
+
+
+# Every aggregator that a text can name: what parses, help texts and the schema of deployments are made of this table.
+AGGREGATORS: dict[str, AggregatorForm] = {
+    "none": AggregatorForm(Each),
+    "each": AggregatorForm(Each),
+    "mean": AggregatorForm(Mean),
+    "max": AggregatorForm(Max),
+    "attention": AggregatorForm(Attention, Attention, float, "T", "attention:0.1"),
+    "ema": AggregatorForm(None, Ema, float, "W", "ema:0.3"),
+    "rolling_mean": AggregatorForm(None, RollingMean, int, "N", "rolling_mean:8"),
+    "rolling_max": AggregatorForm(None, RollingMax, int, "N", "rolling_max:8"),
 }
 
-_CHOICES = (
-    "give none (each token's own score), mean, max, attention, attention:T, ema:W, rolling_mean:N or rolling_max:N, "
-    "with the temperature T, the newest token's share W, the number of tokens N; z:pack, rank:pack, z:last:N, "
-    "rank:last:N, z:traffic:N or rank:traffic:N, for how unusual it is; or an aggregator, such as Ema(0.3)"
-)
+
+def aggregator_forms(*left_out: str, optional: str = "{name}[:{letter}]") -> list[str]:
+    """Return how each aggregator is written: "mean", "attention[:T]", "ema:W". `optional`: one with or without."""
+    texts = []
+    for name, form in AGGREGATORS.items():
+        if name not in left_out:
+            pattern = "{name}" if form.make_of is None else "{name}:{letter}" if form.make is None else optional
+            texts.append(pattern.format(name=name, letter=form.letter))
+    return texts
+
+
+def _choices() -> str:
+    *some, last = aggregator_forms("none", "each", optional="{name}, {name}:{letter}")
+    return (
+        f"give none (each token's own score), {', '.join(some)} or {last}, "
+        "with the temperature T, the newest token's share W, the number of tokens N; z:pack, rank:pack, z:last:N, "
+        "rank:last:N, z:traffic:N or rank:traffic:N, for how unusual it is; or an aggregator, such as Ema(0.3)"
+    )
 
 
 def named(aggregate: Aggregator | str | None) -> Aggregator:
@@ -230,15 +251,14 @@ def named(aggregate: Aggregator | str | None) -> Aggregator:
         return parse(aggregate)
     if isinstance(aggregate, Aggregator) and not isinstance(aggregate, type):  # a class has the methods too
         return aggregate
-    raise ConfigError(f"aggregate is {aggregate!r}: {_CHOICES}")
+    raise ConfigError(f"aggregate is {aggregate!r}: {_choices()}")
 
 
 def parse(text: str) -> Aggregator:
-    """Return the aggregator of a text, which is one of these, or what `str()` of an aggregator gives.
+    """Return the aggregator of a text: one of `forms()`, or what `str()` of an aggregator gives.
 
-    "none", "mean", "max", "attention", "attention:T", "ema:W", "rolling_mean:N", "rolling_max:N": T is the temperature,
-    W the newest token's share, N the number of tokens. "z:pack" and its like: see `probemon.core.baselines`. Raises
-    `ConfigError`.
+    T is the temperature, W the newest token's share, N the number of tokens. "z:pack" and its like: see
+    `probemon.core.baselines`. Raises `ConfigError`.
     """
     if text.strip().partition(":")[0] in ("z", "rank"):
         from probemon.core.baselines import parse_baseline  # which is made of what is here
@@ -246,25 +266,24 @@ def parse(text: str) -> Aggregator:
         return parse_baseline(text)
     match = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
     name, parameter = (match[1], match[2] or match[3]) if match else ("", None)
-    if parameter is None and name in _NAMES:
-        return _NAMES[name]()
-    if parameter is not None and name in _PARSED:
+    form = AGGREGATORS.get(name, AggregatorForm())
+    if parameter is None and form.make is not None:
+        return form.make()
+    if parameter is not None and form.make_of is not None:
         try:
-            return _PARSED[name](parameter)
-        except ConfigError:
-            raise
+            number = form.number(parameter)
         except ValueError:
             raise ConfigError(
-                f"aggregate is {text!r}: {parameter!r} is not"
-                f" {'a whole number' if name.startswith('rolling') else 'a number'}"
+                f"aggregate is {text!r}: {parameter!r} is not {'a whole number' if form.number is int else 'a number'}"
             ) from None
-    if name in _PARSED:
+        return form.make_of(number)
+    if form.make_of is not None:
         wrong = ", without its number"
-    elif name in _NAMES:
+    elif form.make is not None:
         wrong = f", and {name} takes no number"
     else:
-        wrong = closest(name, [*_NAMES, *_PARSED])
-    raise ConfigError(f"aggregate is {text!r}{wrong}: {_CHOICES}")
+        wrong = closest(name, list(AGGREGATORS))
+    raise ConfigError(f"aggregate is {text!r}{wrong}: {_choices()}")
 
 
 def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:

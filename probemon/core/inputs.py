@@ -121,7 +121,7 @@ SEEN, NOT_FINITE, NOT_PREPARED, NO_SCORE = range(4)
 FEW = 16  # states up to which compiled code that prepares them at once takes less time than a call for each thing
 
 
-class Prepared(dict[tuple[InputSpec, torch.dtype], Tensor]):
+class PreparedInputs(dict[tuple[InputSpec, torch.dtype], Tensor]):
     """Inputs that were prepared already, by what they are and in which dtype; `largest` of those of which it is known:
     the largest absolute value of each state, all of them finite.
     """
@@ -226,9 +226,9 @@ class InputMaker:
         normalise = self._normalise if self._keeps_raw else prepare_input
         return normalise(hidden.to(self._device), spec, torch.float32)
 
-    def make(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
+    def make(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs | None = None) -> Inputs:
         """Prepare hidden states `[N, D]` of every site. `prepared` holds what is there already, and takes the rest."""
-        prepared = Prepared() if prepared is None else prepared
+        prepared = PreparedInputs() if prepared is None else prepared
         blocks, largest = [], list[Floats | None]()
         for spec in self.specs:
             key, exact = (spec, self._dtype), (spec, torch.float32)
@@ -246,7 +246,7 @@ class InputMaker:
         return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw, all_known)
 
     def prepare_few(
-        self, hidden: Mapping[str, Tensor], spec: InputSpec, terms: FarTerms | None, prepared: Prepared
+        self, hidden: Mapping[str, Tensor], spec: InputSpec, terms: FarTerms | None, prepared: PreparedInputs
     ) -> Ints | None:
         """Put states into `prepared`, where they are few and that can be done at once; say which are far, if asked."""
         states, key = hidden[spec.site], (spec, self._dtype)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from probemon.core.branches import without
 from probemon.core.hierarchy import ConceptTree, Ints, Mask
+from probemon.core.score_rules import follows_path
 from probemon.core.scores import Floats
 from probemon.core.settings import CascadeConfig, check_load_threshold
 from probemon.errors import ConfigError
@@ -102,7 +103,7 @@ class CascadePlan:
         missing = [level for level in config.base_layers if level not in present]
         if missing:
             raise ConfigError(f"base_layers names level {missing[0]}, the pack has levels {sorted(present)}")
-        path_rule = score_rule == "path"
+        path_rule = follows_path(score_rule)
         named = np.zeros(tree.n, dtype=bool)
         named[list(always_on)] = True
         named = tree.groups.close(tree.close(named[None]) if path_rule else named[None])[0]
@@ -144,7 +145,7 @@ def starting_probes(
 
 def auto_threshold(score_rule: str, alert: Floats, recommended: float | str | None) -> float | str:
     """What `load_threshold="auto"` means for a pack."""
-    fallback = "exact" if score_rule == "path" and not np.isnan(alert).any() else 0.3
+    fallback = "exact" if follows_path(score_rule) and not np.isnan(alert).any() else 0.3
     return fallback if recommended is None else recommended
 
 
@@ -167,7 +168,7 @@ def expand_thresholds(
             " 'calibrated'"
         )
     if rule == "exact":
-        if score_rule != "path":
+        if not follows_path(score_rule):
             raise ConfigError(
                 "load_threshold='exact' needs the path rule, this pack's scores are independent: give a number"
             )

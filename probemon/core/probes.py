@@ -82,11 +82,6 @@ class InputSpec:
         return dataclasses.asdict(self)
 
 
-def input_dtype(weights: torch.dtype) -> torch.dtype:
-    """What inputs are rounded to, for weights of a dtype: the same, and bf16 for int8."""
-    return torch.bfloat16 if weights == torch.int8 else weights
-
-
 @dataclass(frozen=True)
 class Architecture:
     """Shape of every probe of a pack: `hidden_size` D, then no, one (H1) or two (H1, H2) hidden layers of ReLU."""

@@ -10,9 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import input_dtype
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import check_pairs, prepare_input
-from probemon.core.probes import Architecture, InputSpec, input_dtype
+from probemon.core.probes import Architecture, InputSpec
+from probemon.core.score_rules import follows_path
 from probemon.core.softmax_groups import softmax
 
 
@@ -99,4 +101,4 @@ def scores_of_logits(logits: Tensor, tree: ConceptTree, score_rule: str) -> npt.
     if len(members):
         starts = (np.arange(len(logits))[:, None] * len(members) + ptr[:-1]).reshape(-1)
         scores[:, members] = softmax(logits.numpy()[:, members].reshape(-1), starts).reshape(len(logits), len(members))
-    return tree.times_best_parent(scores) if score_rule == "path" else scores
+    return tree.times_best_parent(scores) if follows_path(score_rule) else scores

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import Inputs, Prepared
+from probemon.core.inputs import Inputs, PreparedInputs
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
 from probemon.engine.choice import BATCH, STRATEGIES, Choice, Trial
@@ -53,14 +53,19 @@ class Evaluator(Protocol):
 
     choice: Choice
 
-    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Any:
+    def inputs(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs | None = None) -> Any:
         """Normalise and round hidden states, `[N, D]` at every site; `prepared` holds what is there already."""
 
     def everything(self, inputs: Any) -> Floats:
         """Return scores `[N, P]` fp32 of every probe, by its pack's score rule; NaN where there is none."""
 
     def begin(
-        self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints, prepared: Prepared | None = None
+        self,
+        plan: Any,
+        hidden: Mapping[str, Tensor],
+        retained: Mask,
+        keep: Ints,
+        prepared: PreparedInputs | None = None,
     ) -> Outcome | StepUnderWay:
         """Make a step of hidden states `[N, D]`, or begin it: a GPU, or a thread where weights are mapped from
         a file, makes it beside the host model.
@@ -111,7 +116,7 @@ class Engine:
 
             self.on_device = OnDevice(pack, self.scores, outcomes)
 
-    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
+    def inputs(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs | None = None) -> Inputs:
         return self.scorer.inputs.make(hidden, prepared)
 
     def everything(self, inputs: Inputs) -> Floats:
@@ -123,7 +128,7 @@ class Engine:
         hidden: Mapping[str, Tensor],
         retained: Mask,
         keep: Ints,
-        prepared: Prepared | None = None,
+        prepared: PreparedInputs | None = None,
     ) -> Outcome | StepUnderWay:
         way = self.way(plan, len(retained), retained, self.choice.step)
         if way is self.on_device and self.on_device is not None:

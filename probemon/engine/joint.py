@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import NO_SCORE, SEEN, Inputs, Prepared
+from probemon.core.inputs import NO_SCORE, SEEN, Inputs, PreparedInputs
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
 from probemon.engine.cascade import PairRequests, T
@@ -122,8 +122,8 @@ class JointEngine:
                     engine.on_device.side = side
         self.choice = Choice("descent", "descent", "not measured")
 
-    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> JointInputs:
-        prepared = Prepared() if prepared is None else prepared  # what several packs read is made once
+    def inputs(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs | None = None) -> JointInputs:
+        prepared = PreparedInputs() if prepared is None else prepared  # what several packs read is made once
         inputs = {id(scorer): scorer.inputs.make(hidden, prepared) for scorer in self._scorers}
         return JointInputs(tuple(inputs[id(engine.scorer)] for engine in self.engines))
 
@@ -139,7 +139,7 @@ class JointEngine:
         hidden: Mapping[str, Tensor],
         retained: Mask,
         keep: Ints,
-        prepared: Prepared | None = None,
+        prepared: PreparedInputs | None = None,
     ) -> Outcome | StepUnderWay:
         before = self._split(retained)
         ways = self._ways(plan, len(retained), before, [engine.choice.step for engine in self.engines])

@@ -23,7 +23,7 @@ from probemon.engine.cascade import Descent, collect, retain
 from probemon.packs.pack import ProbePack
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Holds what came of N states: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts
     `[N]`, and the next retained sets `kept`.
@@ -82,7 +82,17 @@ class OutcomeMaker:
         n_evaluated = np.where(seen, self._pack.n_probes, 0) if everything else n_active
         n_late = np.zeros(n, dtype=np.int64) if late is None else (late & seen[:, None]).sum(axis=1)
         return Outcome(
-            ptr, probes, values, fired, n_active, n_dropped + n_late, n_evaluated, released, n_late, unseen, kept
+            ptr=ptr,
+            probes=probes,
+            values=values,
+            fired=fired,
+            n_active=n_active,
+            n_dropped=n_dropped + n_late,
+            n_evaluated=n_evaluated,
+            n_released=released,
+            n_late=n_late,
+            unseen=unseen,
+            kept=kept,
         )
 
     def fired(self, probes: Any, values: Floats) -> Mask:

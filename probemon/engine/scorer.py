@@ -19,7 +19,7 @@ from torch import Tensor
 
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import FEW, NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, Prepared, check_states
+from probemon.core.inputs import FEW, NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, PreparedInputs, check_states
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
@@ -269,7 +269,7 @@ class Scorer:
 
     def begin(self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None) -> BegunStep:
         """Begin a step of rows `[N, D]`; a GPU is at it beside the host model, until it is waited for."""
-        prepared = Prepared()
+        prepared = PreparedInputs()
         keep, far = np.arange(len(retained)), self._far(hidden, prepared)
         if audit is None:
             return BegunStep(self, plan, self.engine.begin(plan, hidden, retained, keep, prepared), far=far)
@@ -279,11 +279,11 @@ class Scorer:
 
     def _inputs(self, hidden: Mapping[str, Tensor]) -> tuple[Any, Ints | Tensor | None]:
         """Prepare states `[N, D]`, and say which are far; what both need is normalised once."""
-        prepared = Prepared()
+        prepared = PreparedInputs()
         far = self._far(hidden, prepared)
         return self.engine.inputs(hidden, prepared), far
 
-    def _far(self, hidden: Mapping[str, Tensor], prepared: Prepared) -> Ints | Tensor | None:
+    def _far(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs) -> Ints | Tensor | None:
         """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says.
         Their inputs are put into `prepared`, in fp32 where they are many.
         """

@@ -30,7 +30,7 @@ from probemon.errors import AlignmentError, ConfigError
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.strength import strength_of, strength_or_score
 from probemon.tracking.hand_loop import described
-from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
+from probemon.tracking.recording import FORGOTTEN, RecordedTokens, Recording
 from probemon.tracking.run_recordings import find_recording
 from probemon.util.checks import MOST, check_count, shown
 from probemon.util.extras import import_arrow
@@ -175,7 +175,7 @@ class Result:
         self,
         pack: AnyPack,
         tokenizer: Any,
-        tokens: Tokens,
+        tokens: RecordedTokens,
         host: HostState | None = None,
         *,
         host_changed: bool = False,
@@ -204,7 +204,7 @@ class Result:
         """Return the result of the tokens before a position alone."""
         position = _check_position(position)
         kept = np.flatnonzero(self.position < position)
-        tokens = Tokens(
+        tokens = RecordedTokens(
             self.row[kept],
             self.position[kept],
             self.token_id[kept],
@@ -463,7 +463,7 @@ def _result_of_requests(
     return Result(
         pack,
         tokenizer,
-        Tokens.join(parts, pack.n_probes),
+        RecordedTokens.join(parts, pack.n_probes),
         hosts[0],
         host_changed=changed or any(host != hosts[0] for host in hosts),
         requests=tuple(outputs),

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import of_dtype
 from probemon.core.hierarchy import Ints
 from probemon.core.inputs import prepare_input
 from probemon.packs.opened import OpenedPack
@@ -52,7 +53,7 @@ def group_probes(pack: OpenedPack, alert_threshold: Tensor, factor: float) -> li
         probes = ((pack.input_index == number) & ~alert_threshold.isnan()).nonzero()[:, 0]
         if spec.norm == "none" or len(probes) < 2:
             continue
-        longest = math.sqrt(size) * (1 + _ROUNDING[pack.dtype])
+        longest = math.sqrt(size) * (1 + of_dtype(_ROUNDING, pack.dtype, "rounding of inputs"))
         for cluster in _clusters(weights[probes].float(), max(1, round(factor * math.sqrt(len(probes))))):
             members = probes[cluster]
             rows = weights[members].double()

@@ -28,6 +28,7 @@ from probemon.core.hierarchy import Ints
 from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.probes import InputSpec
 from probemon.core.score_counts import N_BINS
+from probemon.core.score_rules import follows_path
 from probemon.core.settings import CascadeConfig
 from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.core.state_settings import differing
@@ -156,7 +157,7 @@ def subset(
         kept |= {int(parent) for probe in tuple(kept) for parent in _reached(probe, pack.tree.parents)}
     kept |= {int(mate) for probe in tuple(kept) for mate in pack.tree.groups.mates(probe)}  # of the same parents
     orphans = [probe for probe in sorted(kept) if not set(pack.tree.parents(probe).tolist()) <= kept]
-    if orphans and pack.score_rule == "path":
+    if orphans and follows_path(pack.score_rule):
         raise PackError(
             f"{pack.concepts[orphans[0]]['id']!r} would be without a parent, and its score is a product along its path:"
             " keep what is above"
@@ -438,7 +439,7 @@ def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[di
     if not begins_elsewhere and "base_layers" in pack.recommended:
         recommended["base_layers"] = base
     recommended_on = [pack.find(concept) for concept in pack.recommended.get("always_on", ())]
-    _, always = starting_probes(pack.tree, pack.score_rule == "path", layers, recommended_on)
+    _, always = starting_probes(pack.tree, follows_path(pack.score_rule), layers, recommended_on)
     always[list(orphans)] = True  # another parent, which is left out, could open it
     on = list(recommended.get("always_on", []))
     for line, probe in zip(lines, probes.tolist(), strict=True):

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import CODES
 from probemon.errors import PackChanged, PackCorrupt, PackError
 from probemon.packs.held_file import HeldFile
 from probemon.util.strict_json import loads
@@ -35,10 +36,6 @@ from probemon.util.strict_json import loads
 IN_MEMORY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 4 << 20  # a pack's has a few thousand
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 31
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8,
-}  # fmt: skip
 
 
 class HeldTensors:
@@ -170,7 +167,7 @@ def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
     begin_of_data, entries = _entries(file)
     offsets, described, at = {}, {}, 0
     for begin, end, name, kind, shape in sorted(entries):
-        if kind not in _DTYPES:
+        if kind not in CODES:
             raise PackCorrupt(f"{file.path}: tensor {name!r:.80} has dtype {kind!r:.20}, which packs do not use")
         if (
             len(shape) > _MAX_DIMS
@@ -181,7 +178,7 @@ def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
                 f"{file.path}: tensor {name} has shape {str(shape)[:80]}, those of a pack have at most {_MAX_DIMS}"
                 f" dimensions under {_MAX_SIZE:,}: fetch the pack again"
             )
-        dtype = _DTYPES[kind]
+        dtype = CODES[kind]
         if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
             raise PackCorrupt(
                 f"{_damaged(file)} (the bytes of {name!r:.80} are not where they should be): fetch the pack again"

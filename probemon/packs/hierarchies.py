@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.core.score_rules import follows_path
 from probemon.core.settings import CascadeConfig
 from probemon.errors import PackError, UnknownConcept
 from probemon.packs.bounding_probes import Group, group_probes, opened_groups
@@ -75,7 +76,7 @@ def with_hierarchy(
     """
     check_target(path, overwrite)
     pack = check_pack(pack)
-    if pack.score_rule == "path":
+    if follows_path(pack.score_rule):
         raise PackError(
             f"{pack.name} scores by the path rule: under other parents its scores, and so its thresholds, would be"
             " others. Train it for the hierarchy"
@@ -309,7 +310,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
     if (
         pack.architecture.hidden
         or pack.dtype == torch.int8
-        or pack.score_rule != "independent"
+        or follows_path(pack.score_rule)
         or bool(pack.tree.has_parents.any())
         or len(pack.tree.groups)
     ):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.probes import NORMS
+from probemon.core.score_rules import SCORE_RULES
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackCorrupt, PackError, PackVersionError
 from probemon.packs.claims import check_claims
@@ -21,7 +22,6 @@ MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.sa
 FORMAT = "probemon-pack"
 # The second is the first with softmax groups, which a reader of the first would score as if each stood alone.
 FORMAT_VERSION, GROUPED_VERSION = FORMAT_VERSIONS = (1, 2)
-SCORE_RULES = ("independent", "path")
 # What a score says of a token: that the concept is there, or that it was there or at a token before.
 HERE, SO_FAR = SCOPES = ("here", "so far")
 # What a terminal acts on: control characters, and overrides of the direction of writing, by which a name looks like

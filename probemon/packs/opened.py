@@ -25,8 +25,9 @@ from torch import Tensor
 from probemon.core.aggregate import Max
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.drift_reference import DriftReference
+from probemon.core.dtypes import input_dtype
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits, is_recurrent
+from probemon.core.probes import Architecture, InputSpec, input_limits, is_recurrent
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, PackVersionError, ProbemonError
 from probemon.packs import files as packfile

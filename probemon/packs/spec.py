@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from probemon.core.drift_reference import DriftReference
+from probemon.core.dtypes import WEIGHTS
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.probes import Architecture, InputSpec
 from probemon.core.score_counts import N_BINS
+from probemon.core.score_rules import SCORE_RULES
 from probemon.errors import ConfigError, PackError
 from probemon.packs.claims import SET_NAME
 from probemon.packs.drift_tensors import drift_tensors
@@ -32,7 +34,6 @@ from probemon.packs.manifest import (
     GROUPED_VERSION,
     HERE,
     SCOPES,
-    SCORE_RULES,
     check_recommended,
     check_scope,
     scope_of,
@@ -40,7 +41,6 @@ from probemon.packs.manifest import (
 from probemon.packs.tensors import (
     AGGREGATED,
     ALERT_SET,
-    DTYPES,
     SCORE_COUNTS,
     SOFTMAX_GROUP,
     THRESHOLDS,
@@ -215,8 +215,8 @@ class PackSpec:
                 f"familiar says something of {len(familiar)} inputs: give, for each of {len(self.inputs)}, a Familiar"
                 f" of states of {self.architecture.hidden_size} values, or None"
             )
-        if self.dtype not in DTYPES.values():
-            raise ConfigError(f"dtype {self.dtype}: a pack's weights are one of {', '.join(DTYPES)}")
+        if self.dtype not in WEIGHTS.values():
+            raise ConfigError(f"dtype {self.dtype}: a pack's weights are one of {', '.join(WEIGHTS)}")
 
     def _check_alert_sets(self) -> None:
         names = [*(() if self.alert_set is None else (self.alert_set,)), *(self.alert_sets or ())]

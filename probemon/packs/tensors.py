@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import WEIGHTS
 from probemon.core.familiarity import Familiar
 from probemon.core.probes import Architecture
 from probemon.core.score_counts import N_BINS
@@ -20,7 +21,6 @@ from probemon.core.softmax_groups import SoftmaxGroups
 from probemon.errors import PackCorrupt
 from probemon.packs.claims import SET_NAME
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 MATRICES = ("w1", "w2", "w3")
 VECTORS = {
     **dict.fromkeys(("child_ptr", "child_idx", "level", "input"), torch.int64),
@@ -40,7 +40,7 @@ THRESHOLDS = (
 
 def name_of(dtype: torch.dtype) -> str:
     """Return the name that a manifest has for the dtype of weights."""
-    return next(name for name, known in DTYPES.items() if known is dtype)
+    return next(name for name, known in WEIGHTS.items() if known is dtype)
 
 
 class Noted:
@@ -73,7 +73,7 @@ def check_dtypes(described: Mapping[str, Tensor], where: str) -> None:
             raise PackCorrupt(f"{where}: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected a vector of {dtype}")
     for name in Architecture.parameters():
         allowed, expected = (
-            (tuple(DTYPES.values()), "a float type or int8")
+            (tuple(WEIGHTS.values()), "a float type or int8")
             if name in MATRICES
             else ((torch.float32,), "torch.float32")
         )

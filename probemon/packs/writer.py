@@ -31,8 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import code_of, input_dtype
 from probemon.core.inputs import prepare_input
-from probemon.core.probes import Architecture, input_dtype
+from probemon.core.probes import Architecture
 from probemon.core.reference import logits_reference, scores_of_logits, sigmoid
 from probemon.errors import PackCorrupt, PackError
 from probemon.packs.files import check_target, replace_directory
@@ -43,14 +44,6 @@ from probemon.packs.tensors import MATRICES
 from probemon.util.files import sha256
 
 _BLOCK_BYTES = 16 << 20
-_SAFETENSORS_CODES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int8: "I8",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
 
 
 class PackWriter:
@@ -242,7 +235,7 @@ class PackWriter:
         for key, (dtype, shape) in sorted(described.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
             offsets[key] = offset
             end = offset + math.prod(shape) * dtype.itemsize
-            entries[key] = {"dtype": _SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            entries[key] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)

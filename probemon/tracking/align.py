@@ -26,7 +26,7 @@ NO_ID = -1  # of a token that was given as an embedding
 
 
 @dataclass(frozen=True)
-class Forward:
+class DecoderForward:
     """A forward of the host: ids [B, T] after `start` cached columns; mask [B, >= start + T], None for no padding.
 
     `starts [B, T]`: where a sequence begins of those packed in a row; None where each row is one.
@@ -134,7 +134,7 @@ class SequenceColumns:
             )
         return placed
 
-    def place(self, forward: Forward) -> list[PlacedTokens]:
+    def place(self, forward: DecoderForward) -> list[PlacedTokens]:
         """Return the tokens of this forward that no earlier one had, prompt before generated.
 
         Raises `AlignmentError` where they would be a guess.
@@ -184,7 +184,7 @@ class SequenceColumns:
         self.mask = forward.mask
         return placed
 
-    def _generated(self, forward: Forward, column: int, stop: int) -> PlacedTokens:
+    def _generated(self, forward: DecoderForward, column: int, stop: int) -> PlacedTokens:
         """Return the tokens of a generated column, of the rows that have not ended: a step, so in few operations."""
         if stop - column > 1:
             raise AlignmentError(
@@ -205,7 +205,7 @@ class SequenceColumns:
         rows = np.flatnonzero(real)
         return PlacedTokens(rows, np.full(len(rows), column), np.full(len(rows), at), forward.ids[rows, at], GENERATED)
 
-    def _check_run_again(self, forward: Forward) -> None:
+    def _check_run_again(self, forward: DecoderForward) -> None:
         """Raise where columns that were seen are run again under another mask: by now they have other states."""
         seen = slice(max(self.first_column, 0), self.frontier)
         if forward.start >= self.frontier or seen.start >= seen.stop:

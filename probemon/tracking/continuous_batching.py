@@ -40,7 +40,7 @@ from probemon.host.internals import (
     runs_in_this_thread,
     shadow_delivery,
 )
-from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
+from probemon.tracking.align import DecoderForward, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import SHARED, Recording
@@ -50,7 +50,7 @@ from probemon.util.shadow import Owner, shadow
 
 
 @dataclass
-class Request:
+class BatchRequest:
     """A request that is followed. `state`: transformers' own, replaced when a request is preempted and run again."""
 
     generation: Generation
@@ -90,7 +90,7 @@ class ContinuousBatches:
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
         # A manager and its cache go when its user lets go of them.
-        self._live: weakref.WeakKeyDictionary[Any, dict[str, Request]] = weakref.WeakKeyDictionary()
+        self._live: weakref.WeakKeyDictionary[Any, dict[str, BatchRequest]] = weakref.WeakKeyDictionary()
         self._stop_new = False  # requests that wait to begin are to end with their first token
         self._lock = threading.Lock()
 
@@ -179,7 +179,7 @@ class ContinuousBatches:
         with self._lock:
             if manager in self._live:
                 return False
-            live: dict[str, Request] = {}
+            live: dict[str, BatchRequest] = {}
             self._live[manager] = live
         weakref.finalize(manager, _close_all, live)
         return True
@@ -261,7 +261,7 @@ class ContinuousBatches:
             recording.close()
             self._reports.ended(recording, CancelledError("it left its manager without an answer"))
 
-    def _request(self, manager: Any, state: Any) -> Request:
+    def _request(self, manager: Any, state: Any) -> BatchRequest:
         live = self._live[manager]
         known = live.get(state.request_id)
         if known is not None and known.state() is state:
@@ -274,11 +274,11 @@ class ContinuousBatches:
             known.follow(state)
             return known
         prompt = list(state.initial_tokens[: prompt_length or len(state.initial_tokens)])
-        live[state.request_id] = Request(self._new_request(live, state.request_id, prompt), prompt)
+        live[state.request_id] = BatchRequest(self._new_request(live, state.request_id, prompt), prompt)
         live[state.request_id].follow(state)
         return live[state.request_id]
 
-    def _new_request(self, live: dict[str, Request], request_id: str, prompt: list[int]) -> Generation:
+    def _new_request(self, live: dict[str, BatchRequest], request_id: str, prompt: list[int]) -> Generation:
         parent_id = parent_of(request_id)
         parent = None if parent_id is None else live.get(parent_id)
         # A fork begins where its parent had come to.
@@ -312,9 +312,9 @@ class ContinuousBatches:
         if first + len(ids) > call.prompt_columns:
             call.ended([])  # requests end by themselves, and are not fed padding
         # In the packed row, offsets count from the beginning of the segment.
-        return [placed.moved(begin) for placed in call.place(Forward(first, ids[None], None))]
+        return [placed.moved(begin) for placed in call.place(DecoderForward(first, ids[None], None))]
 
 
-def _close_all(live: dict[str, Request]) -> None:
+def _close_all(live: dict[str, BatchRequest]) -> None:
     for request in live.values():
         request.generation.recording.close()

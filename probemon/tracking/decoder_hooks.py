@@ -34,10 +34,10 @@ from probemon.host.model import compiled_parts, find_layers, forget_compiled, hi
 from probemon.host.placed_hooks import PlacedHook
 from probemon.host.site import Site
 from probemon.host.tap import Tap, check_states, ran_again
-from probemon.tracking.align import Forward, PlacedTokens
+from probemon.tracking.align import DecoderForward, PlacedTokens
 from probemon.tracking.continuous_batching import ContinuousBatches
 from probemon.tracking.forward_call import read_forward
-from probemon.tracking.generation import FOLLOWING, ORDER, Generation, PendingTokens, States, ThreadState
+from probemon.tracking.generation import FOLLOWING, ORDER, Generation, OpenForward, PendingTokens, States, ThreadState
 from probemon.tracking.hook_faults import HookFaults, find_faults
 from probemon.tracking.plain_forwards import PlainForwards, refuse_padding
 from probemon.tracking.recording import GAP, Recording
@@ -210,11 +210,10 @@ class DecoderHooks:
             early_states = {}
         elif not self._open_forward(given, generation):
             return
-        n_tokens = [0, 0]
-        for pending in thread.pending:
-            n_tokens[pending.placed.phase != PROMPT] += len(pending.placed)
-        thread.n_tokens = n_tokens
-        thread.seconds, thread.began = time.perf_counter() - begin, begin
+        if (forward := thread.forward) is not None:
+            for pending in forward.pending:
+                forward.n_tokens[pending.placed.phase != PROMPT] += len(pending.placed)
+            forward.seconds, forward.began = time.perf_counter() - begin, begin
         for site, states in early_states.items():
             self._take_states(site, states)
         if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
@@ -250,13 +249,12 @@ class DecoderHooks:
 
     def _open_packed(self, given: Mapping[str, Any]) -> None:
         """Place the tokens of a forward of continuous batching."""
-        thread = self.thread
         with self.batches.reporting():
             packed = self.batches.place(given)
-        thread.pending = [PendingTokens(generation, generation.recording, placed) for generation, placed in packed]
-        for pending in thread.pending:
-            pending.recording.note_adapters()
-        thread.shape = tuple(given["input_ids"].shape)
+        pending = [PendingTokens(generation, generation.recording, placed) for generation, placed in packed]
+        for one in pending:
+            one.recording.note_adapters()
+        self.thread.forward = OpenForward(tuple(given["input_ids"].shape), pending)
 
     def _open_forward(self, given: Mapping[str, Any], generation: Generation | None) -> bool:
         """Place the tokens of a forward; False where it is of a `generate()` that began before this run."""
@@ -286,14 +284,13 @@ class DecoderHooks:
         recording.note_adapters()
         if generation is not None and recording.beams is not None:
             placed = [generation.beam_tokens(part) for part in placed]
-        thread.pending = [PendingTokens(generation, recording, part) for part in placed]
-        thread.open_recording, thread.shape = recording, forward.ids.shape
-        thread.cache = held
+        pending = [PendingTokens(generation, recording, part) for part in placed]
+        thread.forward = OpenForward(forward.ids.shape, pending, recording, held)
         if held is not None:
             self.recordings.claim_cache(held, recording)
         return True
 
-    def _check_abilities(self, forward: Forward, given: Mapping[str, Any]) -> None:
+    def _check_abilities(self, forward: DecoderForward, given: Mapping[str, Any]) -> None:
         """Raise where the host cannot go on from a cache, or leave out padding, as this plain forward needs it to."""
         end = forward.start + forward.ids.shape[1]
         mask = "" if given.get("attention_mask") is None else "masked"
@@ -316,7 +313,8 @@ class DecoderHooks:
             return
         thread = self.thread
         own = self._tap.own.get(site)
-        if not thread.shape:
+        forward = thread.forward
+        if forward is None:
             if own is not None and own.early:
                 thread.early_states[site] = hidden
             elif own is None and not thread.inside:
@@ -325,19 +323,20 @@ class DecoderHooks:
         if not self._tap.stands(site):  # told at the end of the forward, as where the layer did not run
             return
         begin = time.perf_counter()
-        with self.batches.reporting() if thread.open_recording is None else nullcontext():
-            if site in thread.seen_sites:
+        shape = forward.shape
+        with self.batches.reporting() if forward.recording is None else nullcontext():
+            if site in forward.seen_sites:
                 self._forget_forward()
                 raise AlignmentError(ran_again(site))
-            thread.seen_sites.add(site)
-            if own is not None and own.flat and hidden.shape[:2] == (1, thread.shape[0] * thread.shape[1]):
-                hidden = hidden.reshape(*thread.shape, -1)
+            forward.seen_sites.add(site)
+            if own is not None and own.flat and hidden.shape[:2] == (1, shape[0] * shape[1]):
+                hidden = hidden.reshape(*shape, -1)
             try:
-                check_states(site, hidden, thread.shape, self._width if own is None else own.width, floats=own is None)
+                check_states(site, hidden, shape, self._width if own is None else own.width, floats=own is None)
             except NotSupportedHost:
                 self._forget_forward()
                 raise
-            for pending in thread.pending:
+            for pending in forward.pending:
                 if hidden.shape[1] == 1 and pending.placed.rows.size == len(hidden):  # a token of every row
                     pending.states[site] = hidden[:, 0].clone()  # a copy: the host may reuse its memory
                     continue
@@ -348,9 +347,9 @@ class DecoderHooks:
             # A device may begin now, beside the layers that are left. What it finds is reported once the forward has
             # ended, since only then it is known that each site ran once; several batches of tokens begin with one
             # another's retained sets.
-            if thread.open_recording is not None and len(thread.pending) == 1 and self._complete():
-                self._score_pending()
-        thread.seconds += time.perf_counter() - begin
+            if forward.recording is not None and len(forward.pending) == 1 and self._complete(forward):
+                self._score_pending(forward)
+        forward.seconds += time.perf_counter() - begin
 
     def _report_layer_alone(self, site: str) -> None:
         thread = self.thread
@@ -361,20 +360,18 @@ class DecoderHooks:
         if thread.generation is None and not self.batches.open and self.plain.report_layer_alone(site):
             self._threads.layers_alone[site] += 1
 
-    def _complete(self) -> bool:
+    def _complete(self, forward: OpenForward) -> bool:
         """Whether the tokens that wait have been seen at every site."""
-        return all(len(pending.states) == len(self._sites) for pending in self.thread.pending)
+        return all(len(pending.states) == len(self._sites) for pending in forward.pending)
 
     def _forget_forward(self) -> None:
         """Of the open forward nothing is reported."""
-        thread = self.thread
-        thread.shape, thread.pending = (), []
+        self.thread.forward = self.thread.ended = None
         self.wait_for_step(report=False)
 
-    def _score_pending(self, unseen: str = "") -> None:
-        """Have the tokens of this forward scored, or recorded with the reason why not; drafts wait."""
-        thread = self.thread
-        for pending in thread.pending:
+    def _score_pending(self, forward: OpenForward, unseen: str = "") -> None:
+        """Have the tokens of a forward scored, or recorded with the reason why not; drafts wait."""
+        for pending in forward.pending:
             if pending.placed.draft and pending.generation is not None:
                 pending.generation.drafts.append((pending.placed, unseen or pending.states))
             else:
@@ -383,7 +380,7 @@ class DecoderHooks:
             if pending.generation is not None and pending.generation.end is not None:
                 self.wait_for_step()
                 pending.generation.end_request()
-        thread.pending = []
+        forward.pending = []
 
     def score_tokens(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
@@ -406,17 +403,20 @@ class DecoderHooks:
     def close_forward(self) -> None:
         """Score the tokens of the open forward, which has ended or will end unnoticed, or report them as unseen."""
         thread = self.thread
-        if not self.open:  # detached meanwhile, by another thread
-            thread.pending = []
-        if not thread.pending:
+        forward = thread.forward or thread.ended
+        if forward is None:
             return
-        thread.shape = ()
-        with self.batches.reporting() if thread.open_recording is None else nullcontext():
-            if self._complete():
-                self._score_pending()
+        if not self.open:  # detached meanwhile, by another thread
+            forward.pending = []
+        if not forward.pending:
+            return
+        thread.forward, thread.ended = None, forward
+        with self.batches.reporting() if forward.recording is None else nullcontext():
+            if self._complete(forward):
+                self._score_pending(forward)
                 return
-            unscored, missing = thread.pending, [site for site in self._sites if site not in thread.pending[0].states]
-            thread.pending = []  # told once, also where that raises
+            unscored, missing = forward.pending, [site for site in self._sites if site not in forward.pending[0].states]
+            forward.pending = []  # told once, also where that raises
             for pending in unscored:
                 columns = pending.placed.columns
                 if not len(columns):  # padding alone
@@ -428,8 +428,8 @@ class DecoderHooks:
                     f"a forward of the host ended without reaching {missing}: our hook was removed, the layer was"
                     " skipped or compiled, or another one was put in its place",
                 )
-        thread.pending = unscored
-        self._score_pending(f"the host did not run through {', '.join(missing)}")
+        forward.pending = unscored
+        self._score_pending(forward, f"the host did not run through {', '.join(missing)}")
 
     def _after_any(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         if self._threads.one_thread and self._threads.in_other:
@@ -440,16 +440,18 @@ class DecoderHooks:
     def _forward_failed(self) -> None:
         """End the open forward, which raised: a layer that runs after it is none of its layers."""
         thread = self.thread
-        thread.inside, thread.shape, thread.seen_sites, thread.early_states = False, (), set(), {}
+        thread.ended = thread.forward or thread.ended
+        thread.inside, thread.forward, thread.early_states = False, None, {}
         self._tap.buffers.abandon()
         if thread.generation is None:  # else what it has not seen is told when the next one begins
-            thread.open_recording, thread.pending = None, []
+            thread.ended = None
             self.wait_for_step(report=False)
 
     def _after_forward(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         thread = self.thread
         thread.inside = False
-        if not thread.shape:
+        forward = thread.forward
+        if forward is None:
             self._tap.buffers.abandon()
             return
         for site, hidden in self._tap.buffers.written():
@@ -458,10 +460,10 @@ class DecoderHooks:
         self.close_forward()
         self.wait_for_step()
         now = time.perf_counter()
-        thread.seconds += now - begin
-        cache = filled_cache(output, thread.cache)
-        if cache is not None and thread.open_recording is not None:
-            self.recordings.remember_cache(cache, thread.open_recording)
-        thread.open_recording, thread.cache, thread.shape = None, None, ()
-        self.seconds.append(thread.seconds)
-        self._reports.forward(ForwardTime(thread.seconds, now - thread.began, *thread.n_tokens))
+        forward.seconds += now - begin
+        cache = filled_cache(output, forward.cache)
+        if cache is not None and forward.recording is not None:
+            self.recordings.remember_cache(cache, forward.recording)
+        thread.forward = thread.ended = None
+        self.seconds.append(forward.seconds)
+        self._reports.forward(ForwardTime(forward.seconds, now - forward.began, *forward.n_tokens))

@@ -14,11 +14,11 @@ from torch import Tensor
 from probemon.errors import NotSupportedDecoding
 from probemon.host.cache import check_layers, n_cached
 from probemon.host.packed_rows import sequence_starts
-from probemon.tracking.align import Forward, Ints
+from probemon.tracking.align import DecoderForward, Ints
 from probemon.tracking.generation import Generation
 
 
-def read_forward(given: Mapping[str, Any], generation: Generation | None, decoder: Any) -> tuple[Forward, Any]:
+def read_forward(given: Mapping[str, Any], generation: Generation | None, decoder: Any) -> tuple[DecoderForward, Any]:
     """Return the forward that has the arguments `given`, by name, of a decoder, and its cache.
 
     `generation` is None for a plain forward. Raises `NotSupportedDecoding`, and `AlignmentError` for a cache on which a
@@ -59,7 +59,9 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None, decode
     elif generation is not None:
         mask = generation.mask
     starts = None if generation is not None else sequence_starts(decoder, given)
-    return Forward(start, ids.detach().cpu().numpy(), mask, None if starts is None else starts.cpu().numpy()), cache
+    return DecoderForward(
+        start, ids.detach().cpu().numpy(), mask, None if starts is None else starts.cpu().numpy()
+    ), cache
 
 
 def _plain_mask(mask: Any) -> Ints | None:

@@ -27,7 +27,7 @@ from transformers import StoppingCriteriaList
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
-from probemon.tracking.align import NO_ID, Forward, Ints, PlacedTokens
+from probemon.tracking.align import NO_ID, DecoderForward, Ints, PlacedTokens
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.recording import Recording
 
@@ -161,7 +161,7 @@ class Generation:
             column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None
         )
 
-    def check_ids(self, forward: Forward) -> None:
+    def check_ids(self, forward: DecoderForward) -> None:
         """Raise where the host runs other tokens than those of the sequence at their own columns.
 
         With drafts on a used cache transformers does.
@@ -303,7 +303,7 @@ class PendingTokens:
     states: States = field(default_factory=dict)
 
 
-class Followers(threading.local):
+class FollowedGenerations(threading.local):
     """By model, how many runs follow the generation that this thread is in, what each knows of it, and when the newest
     of them began.
     """
@@ -314,8 +314,30 @@ class Followers(threading.local):
         self.begun: dict[int, int] = {}
 
 
-FOLLOWING = Followers()
+FOLLOWING = FollowedGenerations()
 ORDER = itertools.count()  # of what begins in this process: runs that attach, generations
+
+
+@dataclass(slots=True)
+class OpenForward:
+    """A forward of the decoder that is watched, while it runs: its `shape`, rows by tokens, and what waits for it.
+
+    `recording`: that it goes on with; None in continuous batching, where each request has its own.
+    `cache`: that it is given.
+    `pending`: its tokens, until they are reported.
+    `seen_sites`: those that it has run through.
+    `seconds`, `began`: how long it spent in our hooks, and when it began.
+    `n_tokens`: how many it runs of prompts, and generated ones.
+    """
+
+    shape: tuple[int, ...]
+    pending: list[PendingTokens]
+    recording: Recording | None = None
+    cache: Any = None
+    seen_sites: set[str] = field(default_factory=set)
+    seconds: float = 0.0
+    began: float = 0.0
+    n_tokens: list[int] = field(default_factory=lambda: [0, 0])
 
 
 class ThreadState(threading.local):
@@ -325,21 +347,16 @@ class ThreadState(threading.local):
         self.generation: Generation | None = None
         self.foreign = False  # the next forward is of a generate() that began before this run attached
         self.unwatched: FrameType | None = None  # of a generate() that began before this run attached, once it is told
-        self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
-        self.open_recording: Recording | None = None  # of the open forward, where it is of one
-        self.cache: Any = None  # that the open forward is given
-        self.pending: list[PendingTokens] = []
+        self.forward: OpenForward | None = None  # that is open and watched
+        self.ended: OpenForward | None = None  # that ended before its tokens were reported: they are, with the next one
         self.early_states: States = {}  # of sites that run before the forward their output is of
-        self.seen_sites: set[str] = set()  # sites that the open forward has run through
         self.inside = self.has_run = False  # whether a forward of the decoder is open, watched or not; has begun before
         self.alone: set[str] = set()  # sites that ran before any forward began
         self.step: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
-        self.seconds, self.began = 0.0, 0.0  # of the open forward: spent in our hooks, and when it began
-        self.n_tokens = [0, 0]  # that it runs: of prompts, generated ones
 
     def reset_forward(self) -> States:
-        """Forget the forward that was open; the states of sites that ran before the one that opens now."""
-        self.open_recording, self.cache, self.pending, self.shape, self.seen_sites = None, None, [], (), set()
+        """Forget the forward that was open; return the states of sites that ran before the one that opens now."""
+        self.forward = self.ended = None
         early_states, self.early_states = self.early_states, {}
         return early_states
 

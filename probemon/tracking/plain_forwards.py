@@ -24,7 +24,7 @@ from torch import Tensor
 
 from probemon.errors import NotSupportedDecoding
 from probemon.host.internals import in_backward
-from probemon.tracking.align import Forward, Ints
+from probemon.tracking.align import DecoderForward, Ints
 from probemon.tracking.generation import ThreadState
 from probemon.tracking.hand_loop import generate_around
 from probemon.tracking.recording import Recording
@@ -49,7 +49,7 @@ class PlainForwards:
         self._model, self._decoder, self._recordings, self._acts = model, decoder, recordings, acts
         self._shown, self._warned = _Shown(), False
 
-    def is_of_another_head(self, thread: ThreadState, forward: Forward, cache: Any) -> bool:
+    def is_of_another_head(self, thread: ThreadState, forward: DecoderForward, cache: Any) -> bool:
         """Whether a plain forward is of a `generate()` that was under way when we came; of any other it is an error."""
         around = generate_around(self._decoder)
         if around is None:
@@ -81,7 +81,7 @@ class PlainForwards:
             type(owner).__name__,
         )
 
-    def document(self, forward: Forward, cache: Any) -> Recording:
+    def document(self, forward: DecoderForward, cache: Any) -> Recording:
         """The recording that a plain forward goes on with.
 
         Raises `NotSupportedDecoding` for a step of a decode loop that nobody follows, where rules or sinks wait.
@@ -94,10 +94,10 @@ class PlainForwards:
             )
         return self._recordings.document(self._known(forward, cache), forward.start, len(forward.ids))
 
-    def _known(self, forward: Forward, cache: Any) -> Earlier | None:
+    def _known(self, forward: DecoderForward, cache: Any) -> Earlier | None:
         return self._recordings.of_cache(cache, forward.start)
 
-    def _decodes(self, forward: Forward) -> bool:
+    def _decodes(self, forward: DecoderForward) -> bool:
         """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a
         forward not long before it.
         """

@@ -36,7 +36,7 @@ _PIECES = 256
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RecordedTokens:
     """Real tokens `[M]` in the order of row, then position (a column of the output); `scores` has one state a token.
 
     `reads`: what memories read at each; None where none was watched. `begins`: whether it is the first of its sequence,
@@ -52,13 +52,13 @@ class Tokens:
     begins: Mask | None = None
 
     @staticmethod
-    def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
+    def join(parts: Sequence[RecordedTokens], n_probes: int) -> RecordedTokens:
         """Join those of several recordings of one row each: the i-th becomes row i."""
         row = np.concatenate([np.full(len(part.row), i) for i, part in enumerate(parts)])
         position, token_id, phase = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase")
         )
-        return Tokens(
+        return RecordedTokens(
             row,
             position,
             token_id,
@@ -312,7 +312,7 @@ class Recording:
         """Return how many tokens have their scores here."""
         return self.n_entries - self.n_forgotten
 
-    def tokens(self, sequences: Ints) -> Tokens:
+    def tokens(self, sequences: Ints) -> RecordedTokens:
         """Return every real token of `sequences [B, L]`; raise `AlignmentError` where another one was recorded."""
         wrong = self.mismatch(sequences)
         if wrong is not None:
@@ -345,7 +345,7 @@ class Recording:
             else:
                 reasons[i] = self.before if at_column < self.call.first_column else GAP
         entries = index[at_row, at]
-        return Tokens(
+        return RecordedTokens(
             at_row,
             at,
             sequences[at_row, at],

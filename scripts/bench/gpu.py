@@ -32,7 +32,7 @@ from probemon.engine.device_steps import DeviceSteps
 from probemon.engine.kernels import score_probes
 from probemon.engine.kernels.triton_cascade import DeviceCascade, DeviceDescent
 from probemon.engine.kernels.triton_pairs import normalise_triton
-from probemon.engine.memory.slab import Layout, Record, Slab
+from probemon.engine.memory.slab import Layout, Slab, SlabRecord
 from probemon.engine.memory.uploads import Staged
 from probemon.packs.quantize import quantize_weights
 
@@ -310,7 +310,7 @@ def paging(
     n_probes = len(host["w1"])
     slab = Slab(layout, n_probes, register=device.type == "cuda")
     records = [
-        Record.of(layout, {name: w[i] for name, w in host.items()}, memory)
+        SlabRecord.of(layout, {name: w[i] for name, w in host.items()}, memory)
         for i, memory in enumerate(slab.take(n_probes))
     ]
     weights = {name: torch.empty_like(w, device=device) for name, w in host.items()}

@@ -43,9 +43,9 @@ from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.controller import Controller, named_weights
 from probemon.adapters.bem.kernels.controller import StepSettings, controller_step
 from probemon.adapters.bem.kernels.update import generated_update
+from probemon.core.dtypes import input_dtype
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.plan import CascadePlan
-from probemon.core.probes import input_dtype
 from probemon.core.settings import CascadeConfig
 from probemon.engine.kernels import triton_cascade, triton_pairs
 from probemon.engine.kernels.triton_cascade import DeviceCascade

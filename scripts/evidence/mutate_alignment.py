@@ -506,20 +506,20 @@ MUTATIONS = [
     ("host/tap.py", "    if len(holders) > 1:", "    if False:", "layers that share a module are attached to"),
     (
         "tracking/decoder_hooks.py",
-        "            if site in thread.seen_sites:",
+        "            if site in forward.seen_sites:",
         "            if False:",
         "a layer that runs twice shows its last states",
     ),
     (
         "tracking/decoder_hooks.py",
-        "thread.pending = (), []\n        self.wait_for_step(report=False)\n",
-        "thread.pending = (), []\n        self.wait_for_step()\n",
+        "self.thread.ended = None\n        self.wait_for_step(report=False)\n",
+        "self.thread.ended = None\n        self.wait_for_step()\n",
         "what was not the tokens' is reported all the same",
     ),
     (
         "tracking/decoder_hooks.py",
-        "thread.inside, thread.shape, thread.seen_sites, thread.early_states = False, (), set(), {}",
-        "thread.seen_sites, thread.early_states = set(), {}",
+        "thread.inside, thread.forward, thread.early_states = False, None, {}",
+        "thread.early_states = {}",
         "a forward that raised stays open",
     ),
     (

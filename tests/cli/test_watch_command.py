@@ -37,7 +37,7 @@ from probemon.monitor import overhead as measuring
 from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import describe, leading
 from probemon.packs.group import PackGroup
-from probemon.tracking.recording import LAST, Tokens
+from probemon.tracking.recording import LAST, RecordedTokens
 
 PACK = "probes/wordnet-smollm2-135m"
 TOKEN = re.compile(r"\s*\d+  ")  # the line of one
@@ -346,7 +346,7 @@ def test_what_a_budget_left_out_is_said_also_when_it_has_recovered(demo, whole):
     shed = np.zeros(len(whole), np.int64)
     shed[2:7] = 3
     scores = replace(whole.scores, coverage=replace(whole.coverage, shed=shed))
-    tokens = Tokens(whole.row, whole.position, whole.token_id, whole.phase, scores)
+    tokens = RecordedTokens(whole.row, whole.position, whole.token_id, whole.phase, scores)
     result = Result(whole.pack, demo[1], tokens)
     watched = Watched(DynamicProbeManager(whole.pack), result, Watching([], None), above=None, cost=None, audited=False)
     assert "less was scored than is watched at 5 tokens: a budget left it out" in watched.lines()

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from nets import dequantized
+from probemon.core.dtypes import input_dtype
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import FEW, prepare_input
-from probemon.core.probes import NORMS, InputSpec, input_dtype
+from probemon.core.probes import NORMS, InputSpec
 from probemon.core.reference import exhaustive_reference
 from probemon.core.settings import CascadeConfig
 from probemon.engine.kernels import IMPLS, score_probes

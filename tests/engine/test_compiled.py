@@ -14,8 +14,8 @@ from cascade_oracle import compiled_descents
 from nets import SHAPES, logit_net, oracle, weights
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.branches import watched_probes
+from probemon.core.dtypes import input_dtype
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.probes import input_dtype
 from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import collect, descend, retain
 from probemon.engine.kernels import score_probes

@@ -10,7 +10,8 @@ import torch
 
 from nets import dequantized
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.probes import input_dtype
+from probemon.core.dtypes import input_dtype
+from probemon.core.probes import NORMS
 from probemon.packs.quantize import quantize_weights
 
 D = 3
@@ -103,7 +104,7 @@ def test_only_an_active_probe_without_a_score_hides_a_state(tmp_path):
         assert manager.score_all(states).isnan().tolist() == [[False, True]] * 2, name
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", [norm for norm in NORMS if norm != "none"])
 def test_a_state_that_cannot_be_normalised_is_not_said_to_be_infinite(tmp_path, norm):
     weights = {"w1": torch.eye(D)[:, None].clone(), "b1": torch.zeros(D, 1)}
     tiny = torch.tensor([1.0, -2, 4])

@@ -13,8 +13,9 @@ import grouped_packs
 from conftest import make_model, make_pack
 from nets import SHAPES, oracle, weights
 from probemon import DynamicProbeManager
+from probemon.core.dtypes import input_dtype
 from probemon.core.inputs import prepare_input
-from probemon.core.probes import NORMS, InputSpec, input_dtype
+from probemon.core.probes import NORMS, InputSpec
 from probemon.engine.kernels import score_probes, triton_pairs
 
 pytestmark = [

@@ -14,7 +14,7 @@ from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager
 from probemon.engine.memory.arena import PagedArena
 from probemon.engine.memory.fetcher import Fetcher
-from probemon.engine.memory.slab import Layout, Record, Slab, runs_of
+from probemon.engine.memory.slab import Layout, Slab, SlabRecord, runs_of
 from probemon.engine.memory.store import PackSource, ProbeStore
 from probemon.engine.memory.uploads import Direct, Staged
 from probemon.errors import ConfigError, ProbeLoadError
@@ -29,7 +29,7 @@ def test_a_record_holds_every_tensor_of_its_probe_and_stacks():
         layout = Layout.of(weights)
         memory = torch.zeros(3, layout.n_bytes, dtype=torch.uint8)
         for i in range(3):
-            Record.of(layout, {name: w[i + 1] for name, w in weights.items()}, memory[i])
+            SlabRecord.of(layout, {name: w[i + 1] for name, w in weights.items()}, memory[i])
         assert all(torch.equal(stacked, weights[name][1:4]) for name, stacked in layout.views(memory).items())
         assert (
             layout.n_bytes % 256 == 0

@@ -17,10 +17,11 @@ from test_cascade import cases, plan_of
 from nets import logit_net, oracle, weights
 from probemon import DynamicProbeManager
 from probemon.core.branches import watched_probes
+from probemon.core.dtypes import input_dtype
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import prepare_input
 from probemon.core.plan import CascadePlan
-from probemon.core.probes import NORMS, InputSpec, input_dtype
+from probemon.core.probes import NORMS, InputSpec
 from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import descend, retain
 from probemon.engine.kernels import score_probes, triton_pairs

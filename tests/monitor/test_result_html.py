@@ -14,7 +14,7 @@ from probemon.errors import ConfigError, MissingExtra
 from probemon.monitor.notebook import LiveText, show
 from probemon.monitor.result import without_thresholds
 from probemon.monitor.summary import summarise
-from probemon.tracking.recording import Tokens
+from probemon.tracking.recording import RecordedTokens
 from probemon.util.harmless_text import harmless
 from probemon.util.static_html import fragment
 from static_page import HOSTILE, read
@@ -55,7 +55,7 @@ def longer(result, times, tokenizer):
     """The same tokens again and again, in one row: positions go on."""
     at = np.tile(np.flatnonzero(result.row == 0), times)
     zeros, phase = np.zeros(len(at), np.int64), np.sort(result.phase[at])
-    tokens = Tokens(zeros, np.arange(len(at)), result.token_id[at], phase, result.scores.take(at))
+    tokens = RecordedTokens(zeros, np.arange(len(at)), result.token_id[at], phase, result.scores.take(at))
     return Result(result.pack, tokenizer, tokens)
 
 
@@ -110,7 +110,7 @@ def test_a_text_unlike_the_calibration_is_said_to_be(manager, model):
         far = np.zeros(len(result), np.int64)
         far[:n_far] = 1
         scores = replace(result.scores, coverage=replace(result.coverage, far=far))
-        tokens = Tokens(result.row, result.position, result.token_id, result.phase, scores)
+        tokens = RecordedTokens(result.row, result.position, result.token_id, result.phase, scores)
         text = read(Result(result.pack, Tokenizer(), tokens)._repr_html_()).text
         assert ("Caution: 3 of 30 tokens (10%) are unlike the text" in text) == said == ("Caution" in text)
 
@@ -121,7 +121,7 @@ def test_what_was_excluded_and_what_a_budget_left_out_is_said(manager, model):
     excluded, shed = np.full(len(result), 6), np.zeros(len(result), np.int64)
     excluded[~result.coverage.seen], shed[3:5] = 0, 11
     scores = replace(result.scores, coverage=replace(result.coverage, excluded=excluded, shed=shed))
-    tokens = Tokens(result.row, result.position, result.token_id, result.phase, scores)
+    tokens = RecordedTokens(result.row, result.position, result.token_id, result.phase, scores)
     text = read(Result(result.pack, Tokenizer(), tokens)._repr_html_()).text
     assert ", 6.0 excluded a token, of which nothing is known; at 2 tokens a budget left out some of what is" in text
 

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from probemon.core.probes import input_dtype
+from probemon.core.dtypes import input_dtype
 from probemon.engine.kernels import triton_cascade as cascade
 from probemon.engine.kernels import triton_matrix as matrix
 from probemon.engine.kernels import triton_pairs as kernels

@@ -5,7 +5,7 @@ import torch
 from conftest import HIDDEN
 from nets import dequantized, weights
 from probemon import ProbePack
-from probemon.core.probes import input_dtype
+from probemon.core.dtypes import input_dtype
 
 # Two roots on their own, a group of three roots; below the first two a group each, below one of these a group of two
 # with a sibling between them that stands alone.

@@ -5,7 +5,7 @@ import pytest
 
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
-from probemon.tracking.align import Forward, SequenceColumns
+from probemon.tracking.align import DecoderForward, SequenceColumns
 
 
 def listed(placed):
@@ -14,7 +14,7 @@ def listed(placed):
 
 def test_left_padding_is_not_a_token():
     ids = np.array([[0, 0, 7], [4, 5, 6]])
-    placed = SequenceColumns(3).place(Forward(0, ids, np.array([[0, 0, 1], [1, 1, 1]])))
+    placed = SequenceColumns(3).place(DecoderForward(0, ids, np.array([[0, 0, 1], [1, 1, 1]])))
     assert listed(placed) == [(PROMPT, [(0, 2, 7), (1, 0, 4), (1, 1, 5), (1, 2, 6)])]
 
 
@@ -24,50 +24,50 @@ def sampled(call, *done):
 
 def test_row_that_ended_is_not_fed_on():
     call = SequenceColumns(1)
-    call.place(Forward(0, np.array([[7], [8]]), None))
+    call.place(DecoderForward(0, np.array([[7], [8]]), None))
     sampled(call, True, False)  # row 0's first token is its last: it is still a token
-    assert listed(call.place(Forward(1, np.array([[2], [9]]), None))) == [(GENERATED, [(0, 1, 2), (1, 1, 9)])]
+    assert listed(call.place(DecoderForward(1, np.array([[2], [9]]), None))) == [(GENERATED, [(0, 1, 2), (1, 1, 9)])]
     sampled(call, True, True)
-    assert listed(call.place(Forward(2, np.array([[0], [9]]), None))) == [(GENERATED, [(1, 2, 9)])]
+    assert listed(call.place(DecoderForward(2, np.array([[0], [9]]), None))) == [(GENERATED, [(1, 2, 9)])]
     assert call.last_column.tolist() == [1, 2]
 
 
 def test_column_whose_row_ends_are_unknown_is_refused():
     call = SequenceColumns(2)
-    call.place(Forward(0, np.array([[2, 5]]), None))
+    call.place(DecoderForward(0, np.array([[2, 5]]), None))
     with pytest.raises(AlignmentError, match="before the stopping criteria saw it"):
-        call.place(Forward(2, np.array([[6]]), None))
+        call.place(DecoderForward(2, np.array([[6]]), None))
 
 
 def test_without_a_cache_only_the_new_column_counts():
     call = SequenceColumns(2)
-    call.place(Forward(0, np.array([[3, 4]]), None))
+    call.place(DecoderForward(0, np.array([[3, 4]]), None))
     sampled(call, False)
-    placed = call.place(Forward(0, np.array([[3, 4, 5]]), None))
+    placed = call.place(DecoderForward(0, np.array([[3, 4, 5]]), None))
     assert listed(placed) == [(GENERATED, [(0, 2, 5)])] and placed[0].offsets.tolist() == [2]
 
 
 def test_chunks_and_a_second_turn_go_on_where_the_cache_ends():
     call = SequenceColumns(9)
-    assert listed(call.place(Forward(5, np.array([[1, 2]]), None))) == [(PROMPT, [(0, 5, 1), (0, 6, 2)])]
-    assert listed(call.place(Forward(7, np.array([[3, 4]]), None))) == [(PROMPT, [(0, 7, 3), (0, 8, 4)])]
+    assert listed(call.place(DecoderForward(5, np.array([[1, 2]]), None))) == [(PROMPT, [(0, 5, 1), (0, 6, 2)])]
+    assert listed(call.place(DecoderForward(7, np.array([[3, 4]]), None))) == [(PROMPT, [(0, 7, 3), (0, 8, 4)])]
     sampled(call, False)
-    assert listed(call.place(Forward(9, np.array([[5]]), None))) == [(GENERATED, [(0, 9, 5)])]
+    assert listed(call.place(DecoderForward(9, np.array([[5]]), None))) == [(GENERATED, [(0, 9, 5)])]
 
 
 @pytest.mark.parametrize(
     "second",
     [
-        Forward(4, np.array([[1]]), None),  # a gap
-        Forward(2, np.array([[1]]), None),  # nothing new
-        Forward(3, np.array([[1], [1]]), None),  # other rows
-        Forward(3, np.array([[1, 2]]), None),  # two generated at once
-        Forward(3, np.array([[1]]), np.ones((1, 2), dtype=int)),  # a mask too short
+        DecoderForward(4, np.array([[1]]), None),  # a gap
+        DecoderForward(2, np.array([[1]]), None),  # nothing new
+        DecoderForward(3, np.array([[1], [1]]), None),  # other rows
+        DecoderForward(3, np.array([[1, 2]]), None),  # two generated at once
+        DecoderForward(3, np.array([[1]]), np.ones((1, 2), dtype=int)),  # a mask too short
     ],
 )
 def test_what_is_not_understood_is_refused(second):
     call = SequenceColumns(3)
-    call.place(Forward(0, np.array([[1, 2, 3]]), None))
+    call.place(DecoderForward(0, np.array([[1, 2, 3]]), None))
     sampled(call, False)
     with pytest.raises(AlignmentError):
         call.place(second)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import input_dtype
 from probemon.core.inputs import check_states
-from probemon.core.probes import input_dtype
 from probemon.core.reference import logits_reference, score_reference
 from probemon.core.softmax_groups import Floats, Ints, softmax
 from probemon.errors import ConfigError, KernelUnavailable

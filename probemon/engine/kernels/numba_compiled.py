@@ -5,14 +5,14 @@ of a function that it calls. Products of weights and states alone are compiled a
 their address: how they are called is compiled into functions of this file. The first call on a machine compiles, which
 takes some seconds; it does for packs of every kind of weights, since weights and states are bytes here.
 
-In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `parent_idx` link a hierarchy in CSR,
-`groups` are the arrays `of [P]`, `ptr [G+1]` and `members [E]` of its softmax groups.
+In signatures, `net` is the plain tuple of a `Net`, `parent_ptr` and `parent_idx` link a hierarchy in CSR, `groups` are
+the arrays `of [P]`, `ptr [G+1]` and `members [E]` of its softmax groups.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,32 @@ _NO: Any = np.bool_(False)
 _YES: Any = np.bool_(True)
 _SPARE = 16  # int64 that products work in
 _SPARSE = 32  # where fewer than one in so many probes is meant, a list of them is sorted, else all probes are walked
+
+
+class Net(NamedTuple):
+    """Stacked weights as compiled code reads them: of each layer the bytes of its matrix, fp32 scales and bias; the
+    addresses of products with states, and with what comes of those; the bytes of a weight; the sizes of a probe.
+    """
+
+    w1: Array
+    s1: Array
+    b1: Array
+    w2: Array
+    s2: Array
+    b2: Array
+    w3: Array
+    s3: Array
+    b3: Array
+    products: tuple[int, int]
+    width: int
+    d: int
+    h1: int
+    h2: int
+    n_layers: int
+
+
+# Compiled code is given a plain tuple: to see what a named one holds takes numba three times as long, at every call.
+_WIDTH, _D, _N_LAYERS = (Net._fields.index(name) for name in ("width", "d", "n_layers"))
 
 
 def _call_by_address(
@@ -160,7 +186,7 @@ def ranges(rows: Array, slots: Array) -> Any:
 @_compiled
 def score_pairs(net: Any, x: Array, rows: Array, slots: Array, as_logits: bool, out: Array) -> None:
     """Score M pairs whose slots never fall, `out [M]`; `x` as products read it; `as_logits`: leave out the sigmoid."""
-    d = net[11]
+    d = net[_D]
     x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), _ZERO
     while at < len(slots):
         n = _ZERO
@@ -196,7 +222,7 @@ def _score_round(
     scores: Array,
 ) -> None:  # fmt: skip
     """Sort the pairs of one round by probe, and score them."""
-    n_probes, d, of = scores.shape[1], net[11], groups[0]
+    n_probes, d, of = scores.shape[1], net[_D], groups[0]
     if n_states == 1:
         pair_probe[:n_pairs].sort()
     elif n_pairs * _SPARSE < n_probes:
@@ -235,7 +261,7 @@ def _score_round(
 @_compiled
 def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, groups: Any, scores: Array) -> None:
     """Score every probe for every state."""
-    n_probes, d, linear, of = scores.shape[1], net[11], net[14] == 1, groups[0]
+    n_probes, d, linear, of = scores.shape[1], net[_D], net[_N_LAYERS] == 1, groups[0]
     x_at = np.empty(n_states, np.int64)
     at = _ZERO
     while at < n_probes:
@@ -408,7 +434,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
     and after. `lists [8, N * P]`: for any use. `marks`: three `[P]`, for any use but by others, and the largest numbers
     in them `[2]`. So a descent does as much as it evaluates, however many probes there are.
     """
-    (active, dropped, scores), (mark, expanded, admitted, largest), states = cells, marks, _as_read(net[10], x)
+    (active, dropped, scores), (mark, expanded, admitted, largest), states = cells, marks, _as_read(net[_WIDTH], x)
     n_states, n_probes = active.shape
     closes, stamp = path_rule or len(groups[2]) > 0, largest[0]
     frontier_row, frontier, new_row, new = lists[0], lists[1], lists[2], lists[3]

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from probemon.core.inputs import check_lists, check_range
 from probemon.core.softmax_groups import Floats, Ints
-from probemon.engine.kernels.numba_compiled import Array, ranges, score_pairs, softmax_segments
+from probemon.engine.kernels.numba_compiled import Array, Net, ranges, score_pairs, softmax_segments
 from probemon.engine.kernels.numba_products import products_of
 
 # Of first layers that are alive: the other tensors, where each lies, and the views. Viewing them anew at every call
@@ -26,33 +26,35 @@ _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _kept_views(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """Return `views_of` the weights, those of the last call where it was the same tensors at the same places."""
+    """Return `views_of` the weights as a plain tuple, those of the last call where it was the same tensors at the
+    same places.
+    """
     first = weights["w1"]
     others = [tensor for tensor in weights.values() if tensor is not first]
     places = [(name, tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in weights.items()]
     kept = _kept.get(first)
     if kept is not None and places == kept[1] and all(a is b for a, b in zip(others, kept[0], strict=True)):
         return kept[2]  # type: ignore[no-any-return]
-    views = views_of(weights)
+    views = tuple(views_of(weights))
     if all(tensor.is_contiguous() for tensor in weights.values()):  # else they are of a copy, which hears of no change
         _kept[first] = others, places, views
     return views
 
 
-def views_of(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """View stacked weights as compiled code reads them: their bytes, fp32 scales and biases, and the addresses of
-    products with states and of products with what comes of those. The tensors must stay alive.
-    """
+def views_of(weights: Mapping[str, Tensor]) -> Net:
+    """View stacked weights as compiled code reads them. The tensors must stay alive."""
     _, h1, d = weights["w1"].shape
     h2 = weights["w2"].shape[1] if "w2" in weights else 0
     nothing, no_bias = np.empty(0, np.uint8), np.empty(0, np.float32)
-    layers: list[Any] = []
+    layers: dict[str, Any] = {}
     for i in (1, 2, 3):
-        layers.append(_bytes(weights[f"w{i}"]) if f"w{i}" in weights else nothing)
-        layers.extend(_bits(weights[name]) if name in weights else no_bias for name in (f"w{i}_scale", f"b{i}"))
+        layers[f"w{i}"] = _bytes(weights[f"w{i}"]) if f"w{i}" in weights else nothing
+        for field, name in ((f"s{i}", f"w{i}_scale"), (f"b{i}", f"b{i}")):
+            layers[field] = _bits(weights[name]) if name in weights else no_bias
     kind = _bits(weights["w1"][:0]).dtype.type
     products = products_of(kind, _read_with(kind)), products_of(kind, np.float32) if "w3" in weights else 0
-    return (*layers, products, kind().itemsize, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights))
+    n_layers = 1 + ("w2" in weights) + ("w3" in weights)
+    return Net(**layers, products=products, width=kind().itemsize, d=d, h1=h1, h2=h2, n_layers=n_layers)
 
 
 def _read_with(kind: Any) -> Any:

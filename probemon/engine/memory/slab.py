@@ -49,7 +49,7 @@ class Layout:
         return tensors
 
 
-class Record(dict[str, Tensor]):
+class SlabRecord(dict[str, Tensor]):
     """Maps names to tensors, as a state dict does, all of them views of `memory [n_bytes]`."""
 
     def __init__(self, layout: Layout, memory: Tensor) -> None:
@@ -57,7 +57,7 @@ class Record(dict[str, Tensor]):
         self.memory = memory
 
     @classmethod
-    def of(cls, layout: Layout, state: Mapping[str, Tensor], memory: Tensor | None = None) -> Record:
+    def of(cls, layout: Layout, state: Mapping[str, Tensor], memory: Tensor | None = None) -> SlabRecord:
         """Copy a state dict into `memory`, or into memory of its own."""
         record = cls(layout, torch.empty(layout.n_bytes, dtype=torch.uint8, device="cpu") if memory is None else memory)
         for name, tensor in record.items():

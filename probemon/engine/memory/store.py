@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.engine.memory.slab import Layout, Record, Slab
+from probemon.engine.memory.slab import Layout, Slab, SlabRecord
 from probemon.errors import PackCorrupt, ProbeLoadError
 from probemon.packs.pack import ProbePack
 from probemon.util.checks import check_count
@@ -69,7 +69,7 @@ class PackSource:
             memory = self._slab.take(len(run))
             for i, where in enumerate(run.tolist()):
                 state = {name: parts[i] for name, parts in rows.items()}
-                states[where] = Record.of(self._layout, state, memory[i] if i < len(memory) else None)
+                states[where] = SlabRecord.of(self._layout, state, memory[i] if i < len(memory) else None)
         return [states[i] for i in range(len(at))]
 
 
@@ -103,7 +103,7 @@ class StoreStats:
 
 
 def _bytes_of(state: StateDict) -> int:
-    if isinstance(state, Record):
+    if isinstance(state, SlabRecord):
         return len(state.memory)
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from probemon.engine.memory.slab import Layout, Record, runs_of
+from probemon.engine.memory.slab import Layout, SlabRecord, runs_of
 
 StateDict = Mapping[str, Tensor]
 
@@ -86,7 +86,7 @@ class Staged:
             self._upload_staged(states[at : at + most], slots[at : at + most])
 
     def _upload_staged(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
-        records = [state if isinstance(state, Record) else Record.of(self._layout, state) for state in states]
+        records = [state if isinstance(state, SlabRecord) else SlabRecord.of(self._layout, state) for state in states]
         order = sorted(range(len(records)), key=lambda i: records[i].memory.data_ptr())
         memory = [records[i].memory for i in order]
         where = torch.tensor([slots[i] for i in order], device="cpu")

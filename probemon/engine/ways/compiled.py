@@ -61,7 +61,17 @@ class Compiled:
         self._arena.used(len(inputs) * self._pack.n_probes if self._everything else int(found.ptr[-1]))
         none = np.zeros(len(inputs), dtype=np.int64)
         return Outcome(
-            found.ptr, found.probes, found.values, found.fired, n_active, none, n_evaluated, none, none, none, kept
+            ptr=found.ptr,
+            probes=found.probes,
+            values=found.values,
+            fired=found.fired,
+            n_active=n_active,
+            n_dropped=none,
+            n_evaluated=n_evaluated,
+            n_released=none,
+            n_late=none,
+            unseen=none,
+            kept=kept,
         )
 
     def requests(
@@ -125,7 +135,8 @@ class CompiledNet:
     """Calls compiled code over stacked weights on a CPU, which must stay alive."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._net, self._work = views_of(weights), _Work()
+        self._views, self._work = views_of(weights), _Work()
+        self._net = tuple(self._views)  # which numba reads faster
 
     def descend(
         self, links: tuple[Array, Array, Array, Array], groups: SoftmaxGroups, input_of: Array, n_inputs: int,
@@ -141,10 +152,10 @@ class CompiledNet:
         `start`: the probes that are always active.
         `everything`: whether all probes are scored at once, and the scores searched.
         """
-        shape, width = (n_states, len(input_of)), self._net[11]
-        check_states(hidden, width)
+        shape, views = (n_states, len(input_of)), self._views
+        check_states(hidden, views.d)
         x = (hidden if hidden.dtype == torch.float32 else hidden.to(torch.float32)).numpy()
-        n_slots = len(self._net[0]) // (self._net[10] * width * self._net[12])
+        n_slots = len(views.w1) // (views.width * views.d * views.h1)
         if (
             hidden.shape[0] < n_inputs * n_states
             or shape[1] > n_slots

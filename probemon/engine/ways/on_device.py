@@ -105,7 +105,19 @@ class OnDevice:
             ptr, probes, values = results.ptr, results.probes, results.values
             n_active, none = ptr[1:] - ptr[:-1], np.zeros(n, dtype=np.int64)
             fired, kept = self._outcomes.fired(probes, values), results.kept[keep]
-            return Outcome(ptr, probes, values, fired, n_active, none, n_active, none, none, unseen, kept)
+            return Outcome(
+                ptr=ptr,
+                probes=probes,
+                values=values,
+                fired=fired,
+                n_active=n_active,
+                n_dropped=none,
+                n_evaluated=n_active,
+                n_released=none,
+                n_late=none,
+                unseen=unseen,
+                kept=kept,
+            )
         shape = (n, self._pack.n_probes)
         step = Descent(np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32))
         rows = np.repeat(np.arange(n), np.diff(results.ptr))

@@ -11,6 +11,7 @@ import numpy as np
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import Inputs
 from probemon.core.plan import CascadePlan
+from probemon.core.score_rules import follows_path
 from probemon.core.scores import Floats
 from probemon.engine.cascade import PairRequests, answer, apply_rule, descend_in_rounds
 from probemon.engine.outcome import Outcome, OutcomeMaker
@@ -77,4 +78,4 @@ class Exhaustive:
         probes = self._every if n == 1 else np.tile(self._every, n)
         own = (yield rows, probes).reshape(n, p)
         own.reshape(-1)[self._outcomes.beyond(inputs.largest, n, rows, probes)] = np.nan
-        return self._pack.tree.times_best_parent(own) if self._pack.score_rule == "path" else own
+        return self._pack.tree.times_best_parent(own) if follows_path(self._pack.score_rule) else own

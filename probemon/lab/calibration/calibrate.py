@@ -85,7 +85,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Alerts:
+class CalibratedAlerts:
     """Alert thresholds `[K]` fp32 and what they were made from. A score exceeds one strictly; none exceeds 1.
 
     - `tokens`, `documents`: benign tokens over the threshold, and documents with any such token.
@@ -148,7 +148,7 @@ def calibrate_alerts(
     confidence: float = 0.95,
     family: bool = False,
     positives: Iterable[tuple[Floats, Mask | None]] = (),
-) -> Alerts:
+) -> CalibratedAlerts:
     """Choose thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K
     concepts together.
 
@@ -192,7 +192,7 @@ def calibrate_alerts(
     over_it = [values > threshold for values in running]
     least = {name: allowed if name == unit else 0 for name in UNITS}
     rates = _positive(aggregator, positives, threshold, risk)
-    return Alerts(
+    return CalibratedAlerts(
         aggregator,
         unit,
         fpr,

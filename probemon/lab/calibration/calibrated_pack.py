@@ -18,9 +18,10 @@ from torch import Tensor
 from probemon.core.aggregate import Each
 from probemon.core.drift_reference import DriftReference
 from probemon.core.request_counts import RequestCounts
+from probemon.core.score_rules import follows_path
 from probemon.core.scores import Floats
 from probemon.errors import ConfigError
-from probemon.lab.calibration.calibrate import Alerts
+from probemon.lab.calibration.calibrate import CalibratedAlerts
 from probemon.lab.calibration.expansion import Expansion
 from probemon.lab.calibration.score_statistics import ScoreStatistics
 from probemon.packs.copies import concepts_of, quality_of, without_thresholds
@@ -36,7 +37,7 @@ def write_calibrated(
     path: str | Path,
     *,
     watched: Sequence[int] = (),
-    alerts: Alerts | None = None,
+    alerts: CalibratedAlerts | None = None,
     expansion: Expansion | None = None,
     statistics: ScoreStatistics | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -202,14 +203,14 @@ def _with_precision(pack: ProbePack, watched: Sequence[int]) -> list[dict[str, A
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:
     """Whether the pack's own descent finds every firing probe, so that a calibrated one would only lose some."""
     return (
-        pack.score_rule == "path"
+        follows_path(pack.score_rule)
         and not bool(alert.isnan().any())
         and recommended.get("load_threshold", "exact") == "exact"
     )
 
 
 def _alert_quality(
-    pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: Alerts
+    pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: CalibratedAlerts
 ) -> dict[str, Any]:
     """Return rates by aggregator and concept, with those of concepts that were calibrated earlier."""
     name = str(alerts.aggregator)
@@ -225,7 +226,7 @@ def _counts_of(pack: ProbePack) -> dict[str, Tensor]:
 
 
 def _note(
-    alerts: Alerts | None,
+    alerts: CalibratedAlerts | None,
     expansion: Expansion | None,
     statistics: ScoreStatistics | None,
     changes: bool,

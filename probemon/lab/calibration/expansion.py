@@ -29,6 +29,7 @@ import numpy.typing as npt
 from probemon.core.hierarchy import ConceptTree, Ints, Mask
 from probemon.core.intervals import mean_interval
 from probemon.core.plan import CascadePlan
+from probemon.core.score_rules import follows_path
 from probemon.core.scores import Floats
 from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import apply_rule
@@ -107,7 +108,7 @@ class Reach:
         return fires_below
 
 
-class Family:
+class ThresholdFamily:
     """Makes expand thresholds of a slack, shaped on documents: none is higher at a smaller slack.
 
         family = Family(reach, documents)
@@ -121,7 +122,7 @@ class Family:
 
     def __init__(self, reach: Reach, documents: Sequence[Floats]) -> None:
         exact, inner = reach.exact(), reach.tree.has_children
-        path = reach.score_rule == "path"
+        path = follows_path(reach.score_rule)
         self._lowest = np.where(np.isfinite(exact) if path else False, exact, np.float32(-1)).astype(np.float32)
         self._lowest[~inner] = np.nan
         columns, values = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.float32)]
@@ -234,7 +235,7 @@ def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[
     check_recall(recall)
     if np.isnan(reach.alert).all():
         raise CalibrationError("no probe has an alert threshold, so nothing fires: calibrate alerts first")
-    family = Family(reach, shaping)
+    family = ThresholdFamily(reach, shaping)
     missed: dict[int, Missed] = {}
 
     def holds(step: int) -> bool:
@@ -273,7 +274,7 @@ def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[
 
 
 @dataclass(frozen=True)
-class Measured:
+class ExpansionMeasurement:
     """Recall of firing probes: the mean over the `n_documents` in which something fires, with its interval, and the
     share of all `n_fired` pairs.
     """
@@ -289,7 +290,7 @@ class Measured:
 
 def measure_expansion(
     reach: Reach, expand_threshold: Floats, documents: Sequence[Floats], *, confidence: float = 0.95
-) -> Measured:
+) -> ExpansionMeasurement:
     """Measure what thresholds reach on documents that they were not made from.
 
     The interval is `probemon.core.intervals.mean_interval`: it holds for independent documents, however few. Raises
@@ -303,7 +304,7 @@ def measure_expansion(
         )
     recall = 1 - float(losses.mean())
     low, high = mean_interval(recall, len(losses), confidence)
-    return Measured(
+    return ExpansionMeasurement(
         recall,
         float(low),
         float(high),

@@ -41,7 +41,7 @@ from probemon.util.counted import counted
 
 if TYPE_CHECKING:
     from probemon.lab.corpora.analysis_folder import Analysis
-    from probemon.lab.corpora.distributed import Job
+    from probemon.lab.corpora.distributed import CorpusJob
 
 _SHOWN = 10
 
@@ -127,9 +127,9 @@ def analyze(
         raise ConfigError(f"{source} has no documents: there is nothing to score")
     Tables(opened, least, not no_text)
     if ray:
-        from probemon.lab.corpora.distributed import Job
+        from probemon.lab.corpora.distributed import CorpusJob
 
-        job = Job(
+        job = CorpusJob(
             model,
             [pack, *(more_packs or ())],
             str(out),
@@ -167,7 +167,7 @@ def analyze(
     _report(analysis, out, as_json)
 
 
-def _with_ray(job: Job, source: str, workers: int, text_field: str, id_field: str, max_chars: int) -> Analysis:
+def _with_ray(job: CorpusJob, source: str, workers: int, text_field: str, id_field: str, max_chars: int) -> Analysis:
     from probemon.lab.corpora.distributed import analyze_dataset
 
     if workers < 0:

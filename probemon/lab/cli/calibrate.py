@@ -38,7 +38,7 @@ from probemon.util.files import why_not_writable
 
 if TYPE_CHECKING:
     from probemon.core.aggregate import Aggregator
-    from probemon.lab.calibration.calibrate import Alerts
+    from probemon.lab.calibration.calibrate import CalibratedAlerts
     from probemon.lab.calibration.expansion import Expansion
     from probemon.packs.pack import ProbePack
 
@@ -260,7 +260,7 @@ class _Goals:
 
     def calibrate(
         self, pack: ProbePack, watched: list[int], ordinary: ScoredDocuments, present: ScoredDocuments | None
-    ) -> tuple[Alerts | None, Expansion | None]:
+    ) -> tuple[CalibratedAlerts | None, Expansion | None]:
         """Return what was calibrated on scored documents. Raises `CalibrationError`."""
         from probemon.core.aggregate import Each
         from probemon.lab.calibration.calibrate import calibrate_alerts
@@ -306,7 +306,7 @@ def _beginning(pack: ProbePack) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return config.base_layers, tuple(pack.find(concept) for concept in config.always_on)
 
 
-def _far_below(pack: ProbePack, watched: list[int], alerts: Alerts) -> str:
+def _far_below(pack: ProbePack, watched: list[int], alerts: CalibratedAlerts) -> str:
     """Warn of thresholds far below the pack's own: of other text than these documents they will be met everywhere."""
     own = pack.alert_threshold.numpy()[watched]
     low = [i for i, threshold in enumerate(alerts.threshold.tolist()) if threshold < own[i] / _FAR_BELOW]
@@ -322,7 +322,7 @@ def _far_below(pack: ProbePack, watched: list[int], alerts: Alerts) -> str:
     )
 
 
-def _rates(pack: ProbePack, watched: list[int], alerts: Alerts | None) -> dict[str, Any]:
+def _rates(pack: ProbePack, watched: list[int], alerts: CalibratedAlerts | None) -> dict[str, Any]:
     """For `--json`: what alerts were calibrated to, and the rates of each concept."""
     if alerts is None:
         return {"concepts": None}
@@ -364,7 +364,7 @@ def _show(
     pack: ProbePack,
     target: Path,
     watched: list[int],
-    alerts: Alerts | None,
+    alerts: CalibratedAlerts | None,
     expansion: Expansion | None,
     ordinary: ScoredDocuments,
     present: ScoredDocuments | None,

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from probemon.core.columns import arrow_fields
+from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError
 from probemon.util.extras import import_arrow
 from probemon.util.first_sentence import first_sentence
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TABLES = ("scores", "documents", "summary", "concepts")
-COUNTED = ("active", "dropped", "not_reached", "evaluated", "released", "late", "excluded", "far")
+COUNTED = (*(name for name in COUNTS if name != "shed"), "far")  # an analysis has no budget to hold
 ROWS_PER_GROUP = 1 << 18
 
 
@@ -38,13 +40,17 @@ def schemas() -> dict[str, pa.Schema]:
     per_document = {"document": i64, "doc_id": name}
     columns = {
         "scores": per_document
-        | dict.fromkeys(("position", "start", "end", "token_id"), i32)
-        | {"token": name, "concept": name, "level": i16, "score": f32},
+        | arrow_fields(pa, "position")
+        | {"start": i32, "end": i32}
+        | arrow_fields(pa, "token_id")
+        | {"token": name}
+        | arrow_fields(pa, "concept", "level", "score"),
         "documents": {"document": i64, "doc_id": text, "reason": text}
         | dict.fromkeys(("n_chars", "n_tokens", "n_unseen", "n_rows", *COUNTED), i64)
         | {"text": text},
         "summary": per_document
-        | {"concept": name, "level": i16, "n_tokens": i32, "max_score": f32, "max_position": i32, "mean_score": f64},
+        | arrow_fields(pa, "concept", "level")
+        | {"n_tokens": i32, "max_score": f32, "max_position": i32, "mean_score": f64},
         "concepts": {"concept": text, "name": text, "level": i16, "parents": pa.list_(text), "path": pa.list_(text)}
         | {
             "watched": pa.bool_(),

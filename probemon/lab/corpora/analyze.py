@@ -39,7 +39,7 @@ from probemon.lab.corpora.analysis_folder import MANIFEST, Analysis
 from probemon.lab.corpora.corpus import CorpusScorer, ScoredShard
 from probemon.lab.corpora.documents import MAX_CHARS, Source, read_documents
 from probemon.lab.corpora.state_reader import give_back
-from probemon.lab.corpora.windows import Reading, Shard, shards
+from probemon.lab.corpora.windows import DocumentShard, Reading, shards
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import CONCEPTS, PROBES
 from probemon.packs.opened import OpenedPack
@@ -96,7 +96,7 @@ def analyze(
     with analysis.locked(rank, world_size):
         digests: list[str] = []
 
-        def missing() -> Iterator[Shard]:
+        def missing() -> Iterator[DocumentShard]:
             for shard in shards(corpus):
                 digests.append(shard.digest)
                 known = check_known(analysis, shard, world_size)
@@ -142,7 +142,7 @@ def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{out} lies in {documents}, whose files are read: give a folder outside of it")
 
 
-def check_known(analysis: Analysis, shard: Shard, world_size: int = 1) -> dict[str, Any] | None:
+def check_known(analysis: Analysis, shard: DocumentShard, world_size: int = 1) -> dict[str, Any] | None:
     """Return `analysis.shard`; None also where documents were appended to it, so that it is made anew.
 
     Raises `ConfigError` where the shard that is there is of other documents.
@@ -160,7 +160,7 @@ def check_known(analysis: Analysis, shard: Shard, world_size: int = 1) -> dict[s
     raise ConfigError(f"{_changed(analysis, record, shard)} since {analysis.directory} was begun: {remedy}")
 
 
-def _changed(analysis: Analysis, record: Mapping[str, Any], shard: Shard) -> str:
+def _changed(analysis: Analysis, record: Mapping[str, Any], shard: DocumentShard) -> str:
     """Say which documents of a shard have changed or are gone, as far as the tables that are there tell."""
     first, n_before, n_now = record["first"], record["n_documents"], len(shard.documents)
     for before, now in zip(analysis.shard_documents(shard.index), shard.documents, strict=False):

@@ -30,12 +30,12 @@ from probemon.host.chat_dates import CHAT_DATE, may_read_date
 from probemon.host.compatibility import check_host
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.state_reader import ShardPlan, StateReader
-from probemon.lab.corpora.windows import Piece, Reading, Shard, Tokens, shards
+from probemon.lab.corpora.windows import DocumentShard, Reading, WindowPiece, WindowTokens, shards
 from probemon.packs.group import AnyPack, stated_chat_dates
 from probemon.packs.manifest import SO_FAR
 
 _IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
-_Part = tuple[list[Piece], Scores, tuple[Tensor, Tensor] | None]
+_Part = tuple[list[WindowPiece], Scores, tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ScoredDocument:
     """
 
     document: Document
-    tokens: Tokens | None
+    tokens: WindowTokens | None
     scores: Scores | None
     everything: Tensor | None = None
     norms: Tensor | None = None
@@ -56,9 +56,9 @@ class ScoredDocument:
 class ScoredShard:
     """A shard's scores: document i has `ptr[i]` to `ptr[i + 1]`, and its tokens are None if it has a reason."""
 
-    shard: Shard
+    shard: DocumentShard
     documents: tuple[Document, ...]
-    tokens: tuple[Tokens | None, ...]
+    tokens: tuple[WindowTokens | None, ...]
     ptr: Ints
     scores: Scores
     everything: Tensor | None
@@ -129,7 +129,7 @@ class CorpusScorer:
 
     def score(
         self,
-        shards: Iterable[Shard],
+        shards: Iterable[DocumentShard],
         *,
         exhaustive: bool = False,
         progress: Callable[[float, int], object] | None = None,
@@ -167,11 +167,11 @@ class CorpusScorer:
             for executor in (tokenising, scoring):
                 executor.shutdown(wait=True, cancel_futures=True)
 
-    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[ShardPlan] | None:
+    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[DocumentShard]) -> Future[ShardPlan] | None:
         shard = next(source, None)  # in the caller's thread, as their iterable may need
         return None if shard is None else tokenising.submit(self.reader.plan, shard)
 
-    def _sampled(self, planned: ShardPlan, rows: Sequence[Piece]) -> Mask | None:
+    def _sampled(self, planned: ShardPlan, rows: Sequence[WindowPiece]) -> Mask | None:
         """Draw the tokens that are audited, by document and position, so that a run that goes on draws the same."""
         if not self.manager.audit_rate:
             return None
@@ -185,7 +185,7 @@ class CorpusScorer:
     def _score(
         self,
         parts: list[_Part],
-        rows: list[Piece],
+        rows: list[WindowPiece],
         states: Mapping[str, Tensor],
         audit: Mask | None,
         exhaustive: bool,

@@ -36,7 +36,7 @@ from probemon.lab.corpora.analyze import (
 )
 from probemon.lab.corpora.corpus import CorpusScorer
 from probemon.lab.corpora.documents import MAX_CHARS, Document, Source, read_documents
-from probemon.lab.corpora.windows import Reading, Shard, shards
+from probemon.lab.corpora.windows import DocumentShard, Reading, shards
 from probemon.packs.group import AnyPack, open_packs
 from probemon.util.checks import check_count
 
@@ -45,7 +45,7 @@ _NO_SHARD = -1  # a worker that is given it compares the job with the analysis, 
 
 
 @dataclass(frozen=True)
-class Job:
+class CorpusJob:
     """What a worker needs: names and paths that mean the same on every machine, and the settings of `analyze`.
 
     - `pack`: one, or several ("NAME=pack" gives one a name of your own).
@@ -72,7 +72,7 @@ class Job:
 
 def analyze_dataset(
     documents: Any,
-    job: Job,
+    job: CorpusJob,
     *,
     concurrency: int = 2,
     resume: bool = False,
@@ -117,7 +117,7 @@ def analyze_dataset(
 
 def _spread(
     ray: Any,
-    job: Job,
+    job: CorpusJob,
     out: Path,
     settings: Mapping[str, Any],
     documents: Iterator[Document],
@@ -159,7 +159,7 @@ class _Worker:
     def __init__(self, *arguments: Any) -> None:  # what this raised would only say that the actor died
         self._arguments, self._ready = arguments, False
 
-    def _get_ready(self, job: Job, out: str, settings: Mapping[str, Any], threads: int) -> None:
+    def _get_ready(self, job: CorpusJob, out: str, settings: Mapping[str, Any], threads: int) -> None:
         import torch
 
         from probemon.engine.scorer import Scorer
@@ -219,7 +219,7 @@ def _spool_of(out: Path) -> Iterator[None]:
         shutil.rmtree(out / _SPOOL, ignore_errors=True)
 
 
-def _spool(out: Path, shard: Shard) -> None:
+def _spool(out: Path, shard: DocumentShard) -> None:
     (out / _SPOOL).mkdir(exist_ok=True)
     kept = ("index", "id", "text", "reason", "chat")
     rows = [{name: getattr(document, name) for name in kept} for document in shard.documents]
@@ -229,6 +229,6 @@ def _spool(out: Path, shard: Shard) -> None:
     os.replace(partial, target)
 
 
-def _spooled(out: Path, index: int) -> Shard:
+def _spooled(out: Path, index: int) -> DocumentShard:
     rows = json.loads((out / _SPOOL / f"{index:05d}.json").read_text(encoding="utf-8"))
-    return Shard(index, tuple(Document(**row) for row in rows))
+    return DocumentShard(index, tuple(Document(**row) for row in rows))

@@ -38,7 +38,7 @@ from probemon.host.model import (
 from probemon.host.recurrent.state_sites import site_width
 from probemon.host.tap import Tap, check_states, ran_again
 from probemon.lab.corpora.documents import Document
-from probemon.lab.corpora.windows import Piece, Reading, Shard, Tokens, batches, cut, encode
+from probemon.lab.corpora.windows import DocumentShard, Reading, WindowPiece, WindowTokens, batches, cut, encode
 from probemon.packs.manifest import SO_FAR, scope_of
 
 
@@ -46,10 +46,10 @@ from probemon.packs.manifest import SO_FAR, scope_of
 class ShardPlan:
     """A shard ready for the host; its documents have the tokenizer's reasons too."""
 
-    shard: Shard
+    shard: DocumentShard
     documents: tuple[Document, ...]
-    tokens: tuple[Tokens | None, ...]
-    batches: list[list[Piece]]
+    tokens: tuple[WindowTokens | None, ...]
+    batches: list[list[WindowPiece]]
     n_tokens: int
 
 
@@ -122,7 +122,7 @@ class StateReader:
         """Return what `run` needs around it: the hooks on the host."""
         return Tap(self.host, self.sites, self._tapped)
 
-    def states(self, shards: Iterable[Shard]) -> Iterator[tuple[Document, Tokens, dict[str, Tensor]]]:
+    def states(self, shards: Iterable[DocumentShard]) -> Iterator[tuple[Document, WindowTokens, dict[str, Tensor]]]:
         """Return the documents that can be read, with their tokens and hidden states `[T, D]` at the sites."""
         for shard in shards:
             planned = self.plan(shard)
@@ -141,7 +141,7 @@ class StateReader:
                 if tokens is not None:
                     yield document, tokens, encoded
 
-    def plan(self, shard: Shard) -> ShardPlan:
+    def plan(self, shard: DocumentShard) -> ShardPlan:
         """Tokenise a shard, and plan its batches."""
         documents, tokens, pieces = list(shard.documents), [], []
         for place, document in enumerate(documents):
@@ -169,7 +169,7 @@ class StateReader:
             sum(len(encoded) for encoded in tokens if encoded is not None),
         )
 
-    def _encoded(self, text: str, *, is_chat: bool = False) -> Tokens:
+    def _encoded(self, text: str, *, is_chat: bool = False) -> WindowTokens:
         reading = self.reading
         if is_chat:  # a template writes every special token itself
             return encode(self.tokenizer, text, special_tokens="none", parse_special=True)
@@ -181,7 +181,7 @@ class StateReader:
             after=self._looks_ahead,
         )
 
-    def _read(self, document: Document) -> tuple[Document, Tokens | None, str]:
+    def _read(self, document: Document) -> tuple[Document, WindowTokens | None, str]:
         """Return a document, a chat with its text, its tokens, and the reason where there are none."""
         if document.reason:
             return document, None, document.reason
@@ -195,7 +195,9 @@ class StateReader:
             return document, None, f"cannot be tokenised ({type(error).__name__}: {error})"
         return (document, encoded, "") if len(encoded) else (document, None, "no tokens")
 
-    def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
+    def arrays(
+        self, rows: Sequence[WindowPiece], tokens: Sequence[WindowTokens | None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids and mask `[B, L]` of a batch, on the host's device, and which of `[B * L]` are scored in it."""
         longest = max(map(len, rows))
         ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
@@ -214,7 +216,7 @@ class StateReader:
         ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
         return ids_at, mask_at, torch.from_numpy(np.concatenate(at))
 
-    def run(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> dict[str, Tensor]:
+    def run(self, rows: Sequence[WindowPiece], tokens: Sequence[WindowTokens | None]) -> dict[str, Tensor]:
         """Run the host over a batch; return the states `[N, D]` of the tokens scored in it, row by row, by site."""
         ids, mask, where = self.arrays(rows, tokens)
         seen: dict[str, list[Tensor]] = {site: [] for site in self.sites}

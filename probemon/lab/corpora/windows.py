@@ -34,7 +34,7 @@ SPECIAL = ("bos", "tokenizer", "none")
 
 
 @dataclass(frozen=True)
-class Tokens:
+class WindowTokens:
     """Tokens of a text.
 
     - `ids [T]`; `start`, `end` `[T]`: their characters in the text, -1 where the tokenizer does not say.
@@ -114,7 +114,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WindowPiece:
     """An input of the host: tokens `begin` to `stop` of the shard's document `place`, scored from `scored` on."""
 
     place: int
@@ -129,7 +129,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DocumentShard:
     """Documents that are analysed, written and resumed as one; `is_last`: the input ends with them."""
 
     index: int
@@ -154,7 +154,7 @@ class Shard:
 
 def encode(
     tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False, after: bool = False
-) -> Tokens:
+) -> WindowTokens:
     """Tokenise a text.
 
     - `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it
@@ -185,12 +185,12 @@ def encode(
     if special_tokens == "bos" and not before and bos is not None:
         before = (int(bos),)
     has_own = begins_with(ids[inside], before)  # a rendered chat, say
-    return Tokens(
+    return WindowTokens(
         ids[inside], start, end, () if has_own else before, behind if after else (), before if has_own else ()
     )
 
 
-def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
+def cut(tokens: WindowTokens, place: int, window: Window) -> list[WindowPiece]:
     """Cut a document into pieces, in order; each of its tokens is scored in one of them."""
     n_suffix, n = len(tokens.suffix), len(tokens)
     n_special = max(len(tokens.prefix), len(tokens.own_prefix)) + n_suffix
@@ -203,17 +203,19 @@ def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
     while scored < n:
         n_prefix = len(tokens.prefix_at(begin))
         stop = min(begin + window.n_tokens - n_prefix - n_suffix, n)
-        pieces.append(Piece(place, begin, scored, stop, n_prefix, n_suffix))
+        pieces.append(WindowPiece(place, begin, scored, stop, n_prefix, n_suffix))
         begin, scored = stop - window.overlap, stop
     return pieces
 
 
-def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: bool = True) -> list[list[Piece]]:
+def batches(
+    pieces: Sequence[WindowPiece], *, max_tokens: int, max_rows: int, padded: bool = True
+) -> list[list[WindowPiece]]:
     """Group pieces, the longest first, into batches of at most `max_tokens` with padding (or one piece) and `max_rows`.
 
     `padded`: whether pieces of different lengths may share a batch.
     """
-    grouped: list[list[Piece]] = []
+    grouped: list[list[WindowPiece]] = []
     longest = 0
     for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.place, piece.begin)):
         if (
@@ -228,14 +230,14 @@ def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: 
     return grouped
 
 
-def shards(documents: Iterable[Document]) -> Iterator[Shard]:
+def shards(documents: Iterable[Document]) -> Iterator[DocumentShard]:
     """Group documents into shards: `SHARD_DOCUMENTS` each, or fewer if they have over `SHARD_CHARS` characters."""
     index, held, n_chars = 0, list[Document](), 0
     for document in documents:
         if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.said) > SHARD_CHARS):
-            yield Shard(index, tuple(held))
+            yield DocumentShard(index, tuple(held))
             index, held, n_chars = index + 1, [], 0
         held.append(document)
         n_chars += len(document.said)
     if held or not index:  # an input without documents is one shard of none
-        yield Shard(index, tuple(held), is_last=True)
+        yield DocumentShard(index, tuple(held), is_last=True)

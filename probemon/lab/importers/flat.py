@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import FLOATS
 from probemon.core.probes import NORMS, Architecture, is_recurrent, parse_site
+from probemon.core.score_rules import INDEPENDENT
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
 from probemon.lab.importers.foreign_files import as_path
@@ -40,7 +42,6 @@ OPTIONS: dict[str, Any] = {
     "name": str | None, "licence": str, "model": str | None, "n_layers": int | None, "eps": int | float,
     "adapters": list | tuple, "notes": list | tuple, "overwrite": bool,
 }  # fmt: skip
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NO_SCORE_ABOVE = 1 - 2**-25  # fp32 rounds this and more to 1
 
 
@@ -98,10 +99,11 @@ class Classifier:
                     f"{self.id}: weights and biases of shapes {shapes} do not follow one another: expected [out, in]"
                     " and [out], each `in` the `out` before it"
                 )
-            dtype = next((tensor.dtype for tensor in (weight, bias) if tensor.dtype not in _FLOATS), None)
+            dtype = next((tensor.dtype for tensor in (weight, bias) if tensor.dtype not in FLOATS), None)
             if dtype is not None:
+                names = [str(one).removeprefix("torch.") for one in FLOATS]
                 raise ImportRefused(
-                    f"{self.id}: a weight or bias is {dtype}, expected float16, bfloat16, float32 or float64: convert"
+                    f"{self.id}: a weight or bias is {dtype}, expected {', '.join(names[:-1])} or {names[-1]}: convert"
                     " it first, a quantised one with its scale"
                 )
             if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
@@ -373,7 +375,7 @@ def write_stacked(
         name=name,
         concepts=concepts,
         weights=weights,
-        score_rule="independent",
+        score_rule=INDEPENDENT,
         inputs=[{"site": site, "norm": normalize, "eps": eps} for site in places],
         input_index=torch.tensor([places.index(site) for site in sites], device="cpu"),
         softmax_group=softmax_group,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.probes import parse_site
+from probemon.core.score_rules import INDEPENDENT
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
 from probemon.lab.importers.hatcat_files import ProbeFolder, Stored
@@ -31,7 +32,7 @@ from probemon.lab.importers.hatcat_hierarchy import choose_hierarchy
 from probemon.lab.importers.hatcat_probe import (
     NORM_EPS,
     POLES,
-    Inputs,
+    HatcatInputs,
     Kind,
     Unusable,
     check_finite,
@@ -174,7 +175,7 @@ def import_pack(
         concepts=[_concept(node, pole, placed[node], graph, calibration) for node, pole in entries],
         architecture=architecture,
         dtype=pack_dtype,
-        score_rule="independent",
+        score_rule=INDEPENDENT,
         inputs=[spec.as_dict() for spec in specs.values()],
         input_index=torch.tensor([list(specs).index(kinds[node].normed) for node, _ in entries], device="cpu"),
         softmax_group=torch.tensor([heads.index(node) if pole else -1 for node, pole in entries], device="cpu"),
@@ -212,13 +213,13 @@ def import_pack(
     return ProbePack.of(writer.opened), report
 
 
-def _check_inputs(site: str, normalize: str, eps: float) -> Inputs:
+def _check_inputs(site: str, normalize: str, eps: float) -> HatcatInputs:
     if normalize not in NORMALIZE:
         raise ConfigError(
             f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm'"
             " or 'none'"
         )
-    inputs = Inputs(site, normalize, eps)
+    inputs = HatcatInputs(site, normalize, eps)
     inputs.spec(False)  # checks eps
     return inputs
 

@@ -124,7 +124,7 @@ def _shapes(state: Mapping[str, Tensor]) -> str:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class HatcatInputs:
     """What probes read at a site: the state, or (`normalize`) what a LayerNorm of `eps` without affine part gives."""
 
     site: str
@@ -149,7 +149,7 @@ class Inputs:
 
 
 def embed(
-    state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, dtype: torch.dtype, inputs: Inputs
+    state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, dtype: torch.dtype, inputs: HatcatInputs
 ) -> dict[str, Tensor]:
     """Return the probe's tensors in a pack: `w1 [H1, D]`, `b1 [H1]` and so on, biases fp32.
 
@@ -177,7 +177,7 @@ def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
     return smallest_common([Architecture(kind.hidden_size, kind.hidden) for kind in kinds]), dtype
 
 
-def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: Inputs) -> Tensor:
+def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: HatcatInputs) -> Tensor:
     """Score states `[G, D]` by the state dict as it was saved, layer after layer in fp32; return `[G, 1]`, or the
     shares of the poles `[G, 3]`.
     """

@@ -26,7 +26,7 @@ from probemon.core.aggregate import Aggregator
 from probemon.core.hierarchy import Mask
 from probemon.lab.training.crossvalidation import deal
 from probemon.lab.training.dataset import Dataset
-from probemon.lab.training.fitting import Rows, balanced, fit_linear
+from probemon.lab.training.fitting import TrainingRows, balanced, fit_linear
 from probemon.lab.training.labels import Known
 from probemon.lab.training.logistic import Targets
 from probemon.lab.training.metrics import auroc_of
@@ -49,7 +49,7 @@ class Problem:
     """Rows of one site, and what concepts `own` learn from them: `learnt [S, P]`, penalties `l2 [P]`."""
 
     data: Dataset
-    rows: Rows
+    rows: TrainingRows
     own: Sequence[int]
     learnt: Known
     l2: Tensor

@@ -29,7 +29,7 @@ _LEAST_GAIN = 0.01  # in AUROC, for which a concept has a site of its own
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """What cross-validation chose: the site of each concept, and its penalty `l2 [P]`; `curve`: (AUROC, standard error)
     of each site, over the concepts, and `areas [I, P]` of each concept.
 
@@ -44,7 +44,7 @@ class Choice:
     seen: tuple[int, int]
 
     @classmethod
-    def of(cls, sites: Sequence[str], tables: Sequence[Doubles], *, alone: bool, seen: tuple[int, int]) -> Choice:
+    def of(cls, sites: Sequence[str], tables: Sequence[Doubles], *, alone: bool, seen: tuple[int, int]) -> LayerChoice:
         """Choose from tables `[K, L, P]` of each site. `alone`: a concept may have another site than the others."""
         points = curve(tables)
         shared = earliest_within_one_error(points)

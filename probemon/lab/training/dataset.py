@@ -19,7 +19,7 @@ import numpy as np
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import TrainingError
 from probemon.host.chat_dates import CHAT_DATE
-from probemon.lab.corpora.windows import Tokens
+from probemon.lab.corpora.windows import WindowTokens
 from probemon.lab.training.examples import Concept, Example, Examples
 from probemon.lab.training.groups import group_examples, split_groups
 from probemon.lab.training.labels import Known, parts_of
@@ -45,7 +45,7 @@ class Dataset:
     concepts: tuple[Concept, ...]
     parents: tuple[tuple[int, ...], ...]
     texts: list[Text]
-    tokens: list[Tokens]
+    tokens: list[WindowTokens]
     document: Ints
     positions: list[Ints]
     known: Known

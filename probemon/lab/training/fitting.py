@@ -34,7 +34,7 @@ _CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainingRows:
     """Standardised states `x [N, D]` fp32 of parts of texts: `part [N]` of each, `row [N]` in the store; drawn
     from `n_of` rows.
     """
@@ -56,7 +56,7 @@ class Rows:
         *,
         most_bytes: int,
         seed: int,
-    ) -> Rows:
+    ) -> TrainingRows:
         """Take rows of the parts in `use [S]`, at most so many bytes of them: drawn, each as likely."""
         row = torch.from_numpy(np.flatnonzero(use[part_of_row.numpy()]))
         n_of, most = len(row), max(1, most_bytes // (4 * states.shape[1]))
@@ -67,10 +67,10 @@ class Rows:
         standard = Standard.of(x)
         return cls(x.sub_(standard.mean).div_(standard.scale), part_of_row[row], row, standard, n_of)
 
-    def only(self, use: Mask) -> Rows:
+    def only(self, use: Mask) -> TrainingRows:
         """Return those of the parts in `use [S]`; standardised as before."""
         chosen = torch.from_numpy(use)[self.part]
-        return Rows(self.x[chosen], self.part[chosen], self.row[chosen], self.standard, self.n_of)
+        return TrainingRows(self.x[chosen], self.part[chosen], self.row[chosen], self.standard, self.n_of)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def balanced(known: Known, background: Mask) -> Tensor:
 
 
 def fit_linear(
-    rows: Rows, targets: Targets, l2: Tensor, method: str = "logistic", *, to_compare: bool = False
+    rows: TrainingRows, targets: Targets, l2: Tensor, method: str = "logistic", *, to_compare: bool = False
 ) -> Weights:
     """Return linear probes by a method, for standardised states; `to_compare`: as far as areas still move."""
     if method == "logistic":

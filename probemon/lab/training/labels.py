@@ -18,7 +18,7 @@ import numpy.typing as npt
 from probemon.core.hierarchy import Ints
 from probemon.errors import TrainingError
 from probemon.host.text_tokens import in_ranges
-from probemon.lab.corpora.windows import Tokens
+from probemon.lab.corpora.windows import WindowTokens
 from probemon.lab.training.examples import Example
 from probemon.lab.training.texts import Text
 
@@ -33,7 +33,7 @@ class Part:
     known: Known
 
 
-def parts_of(example: Example, text: Text, tokens: Tokens, place: Mapping[str, int]) -> list[Part]:
+def parts_of(example: Example, text: Text, tokens: WindowTokens, place: Mapping[str, int]) -> list[Part]:
     """Return the parts of a text of which something is known; `place` has the column of each concept.
 
     Raises `TrainingError` where spans are given and the tokenizer does not say where its tokens stand, or none of them

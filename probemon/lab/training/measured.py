@@ -32,13 +32,13 @@ from probemon.lab.training.calibration import (
     precision_thresholds,
     thresholds,
 )
-from probemon.lab.training.choice import Choice
+from probemon.lab.training.choice import LayerChoice
 from probemon.lab.training.contradictions import contradictions
 from probemon.lab.training.controls import Controls
 from probemon.lab.training.crossvalidation import Doubles, best_penalties, cross_validated, deal, part_means
 from probemon.lab.training.dataset import OUTSIDE, Dataset
 from probemon.lab.training.evaluation import difference, judge
-from probemon.lab.training.fitting import Fitted, Rows, prepared
+from probemon.lab.training.fitting import Fitted, TrainingRows, prepared
 from probemon.lab.training.logistic import Dense, Targets, fit_logistic
 from probemon.lab.training.metrics import auroc_of
 from probemon.lab.training.path_loss import logits_of
@@ -54,8 +54,8 @@ MASKED_CONCEPTS = 64  # of so many, at most, the score without give-away words i
 BASELINES = ("words", "embedding", "pooled", "length", "position")
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, kw_only=True)
+class TrainingMeasurement:
     """Scores of the parts that did not train, and thresholds.
 
     - `rows [R]`: rows of the store that were scored; `part [R]` of each; `scores [R, P]` fp32
@@ -69,7 +69,7 @@ class Measured:
 
     data: Dataset
     settings: TrainingSettings
-    choice: Choice
+    choice: LayerChoice
     method: str
     kinds: Mapping[str, float]
     rows: Ints
@@ -97,10 +97,10 @@ class Measured:
         store: StateStore,
         part: Tensor,
         fitted: Fitted,
-        choice: Choice,
+        choice: LayerChoice,
         settings: TrainingSettings,
         host: Any,
-    ) -> Measured:
+    ) -> TrainingMeasurement:
         """Score, calibrate and compare."""
         parts = part.numpy()
         rows = np.flatnonzero(data.of("calibrate", "test", OUTSIDE)[parts])
@@ -125,35 +125,35 @@ class Measured:
         benign = (data.known == 0) & data.of("calibrate")[:, None]
         position = store.position[rows]
         return cls(
-            data,
-            settings,
-            choice,
-            fitted.method,
-            fitted.areas,
-            rows,
-            parts[rows],
-            position,
-            np.bincount(parts, minlength=n_parts),
-            scores,
-            highest,
-            part_scores(data, Each(), torch.from_numpy(scores), of_rows),
-            part_means(torch.from_numpy(scores), of_rows, n_parts).numpy(),
-            _masked(data, settings, scores, parts[rows], position, giveaways),
-            baselines,
-            giveaways,
-            controls.shuffled(),
-            controls.random(),
-            {"probes": fitted.learnt_from, "layers": choice.seen, "embeddings": embeddings_seen},
-            thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
+            data=data,
+            settings=settings,
+            choice=choice,
+            method=fitted.method,
+            kinds=fitted.areas,
+            rows=rows,
+            part=parts[rows],
+            position=position,
+            n_read=np.bincount(parts, minlength=n_parts),
+            scores=scores,
+            highest=highest,
+            each=part_scores(data, Each(), torch.from_numpy(scores), of_rows),
+            mean=part_means(torch.from_numpy(scores), of_rows, n_parts).numpy(),
+            masked=_masked(data, settings, scores, parts[rows], position, giveaways),
+            baselines=baselines,
+            giveaways=giveaways,
+            shuffled=controls.shuffled(),
+            random=controls.random(),
+            drawn={"probes": fitted.learnt_from, "layers": choice.seen, "embeddings": embeddings_seen},
+            of_tokens=thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
             # Stretches have no running score, and a rule is not asked of them.
-            thresholds(
+            of_texts=thresholds(
                 highest[fitted.method],
                 np.arange(n_parts),
                 benign & ~data.of_span[:, None],
                 data.group,
                 fpr=settings.fpr,
             ),
-            None
+            precise=None
             if settings.precision is None
             else precision_thresholds(
                 scores, parts[rows], data.known, data.of("calibrate"), data.group, precision=settings.precision
@@ -388,7 +388,7 @@ def _embedding(
         used = used[torch.linspace(0, len(used) - 1, most).long()]
     x = table[ids[used].to(table.device)].float().cpu()
     standard = Standard.of(x)
-    own = Rows(standard(x), part[used], used, standard, n_of)
+    own = TrainingRows(standard(x), part[used], used, standard, n_of)
     targets = Targets(own.part, torch.from_numpy(data.compared))
     folds = np.full(len(data.known), -1, dtype=np.int64)
     group = np.unique(data.group[train], return_inverse=True)[1].astype(np.int64)

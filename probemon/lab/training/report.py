@@ -13,7 +13,7 @@ import numpy as np
 
 from probemon.lab.training.card import NAMES, verdict, warnings
 from probemon.lab.training.dataset import Dataset
-from probemon.lab.training.measured import Measured
+from probemon.lab.training.measured import TrainingMeasurement
 from probemon.util.harmless_text import clip
 from probemon.util.static_html import element, html_of, table
 
@@ -40,14 +40,14 @@ svg { max-width: 100%; height: auto; } svg text { fill: CanvasText; font-size: 1
 """
 
 
-def report_html(name: str, data: Dataset, found: Measured, quality: Mapping[str, Any]) -> str:
+def report_html(name: str, data: Dataset, found: TrainingMeasurement, quality: Mapping[str, Any]) -> str:
     """Return the page; every text in it is escaped."""
     body = element("body", *_parts(name, data, found, quality))
     head = f'<meta charset="utf-8"><title>{html_of(element("i", name))[3:-4]}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head>{html_of(body)}</html>\n'
 
 
-def _parts(name: str, data: Dataset, found: Measured, quality: Mapping[str, Any]) -> Iterator[Element]:
+def _parts(name: str, data: Dataset, found: TrainingMeasurement, quality: Mapping[str, Any]) -> Iterator[Element]:
     yield element("h1", name)
     yield element("p", verdict(quality).replace("`", ""), kind="verdict")
     stated = warnings(quality)
@@ -139,7 +139,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _roc(data: Dataset, found: Measured, p: int) -> Element:
+def _roc(data: Dataset, found: TrainingMeasurement, p: int) -> Element:
     own, size = found.test_of(p), 200
     known = data.known[own, p]
     main = found.highest[found.method][own, p]
@@ -164,7 +164,7 @@ def _curve(scores: np.ndarray, known: np.ndarray, size: int) -> str:
     return " ".join(f"{size * a:.1f},{size * (1 - b):.1f}" for a, b in points)
 
 
-def _mistakes(data: Dataset, found: Measured, p: int) -> Iterator[Element]:
+def _mistakes(data: Dataset, found: TrainingMeasurement, p: int) -> Iterator[Element]:
     highest = found.highest[found.method][:, p]
     known = np.where(found.test_of(p) & ~np.isnan(highest), data.known[:, p], -1)
     yield element("h3", clip(data.concepts[p].name, 60))
@@ -182,7 +182,7 @@ def _mistakes(data: Dataset, found: Measured, p: int) -> Iterator[Element]:
             yield _text(data, found, int(part), p)
 
 
-def _text(data: Dataset, found: Measured, part: int, p: int) -> Element:
+def _text(data: Dataset, found: TrainingMeasurement, part: int, p: int) -> Element:
     document = int(data.document[part])
     text, tokens = data.texts[document].text, data.tokens[document]
     rows = np.flatnonzero(found.part == part)

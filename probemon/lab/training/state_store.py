@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.dtypes import code_of, of_dtype
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import check_sites_once, is_recurrent
 from probemon.engine.audit import sample
@@ -36,7 +37,7 @@ from probemon.errors import TrainingError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.state_reader import StateReader, give_back
-from probemon.lab.corpora.windows import Reading, Shard, Tokens, shards
+from probemon.lab.corpora.windows import DocumentShard, Reading, WindowTokens, shards
 from probemon.lab.training.texts import Text
 from probemon.util.files import write_text_atomically
 
@@ -51,7 +52,6 @@ _ROUNDING = {
     torch.float16: (0.02, 1e-3),
     torch.bfloat16: (0.1, 3e-3),
 }
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class TextReader:
         ]
         return [(reader, places) for reader, places in chosen if places]
 
-    def tokens(self, texts: Sequence[Text]) -> list[Tokens]:
+    def tokens(self, texts: Sequence[Text]) -> list[WindowTokens]:
         """Return the tokens of each text. Raises `TrainingError` for one that has none."""
-        found: dict[int, Tokens] = {}
+        found: dict[int, WindowTokens] = {}
         for reader, places in self.kinds(texts):
             for shard in _shards(texts, places):
                 planned = reader.plan(shard)
@@ -124,7 +124,7 @@ class StatePlan:
 
     reader: TextReader
     texts: Sequence[Text]
-    tokens: Sequence[Tokens]
+    tokens: Sequence[WindowTokens]
     kept: Sequence[Ints]
 
     @property
@@ -160,7 +160,7 @@ class StatePlan:
         }
 
 
-def _around(tokens: Tokens) -> tuple[Ints, Ints]:
+def _around(tokens: WindowTokens) -> tuple[Ints, Ints]:
     return np.asarray(tokens.prefix, dtype=np.int64), np.asarray(tokens.suffix, dtype=np.int64)
 
 
@@ -324,14 +324,15 @@ def _are_still_so(plan: StatePlan, store: StateStore, done: Sequence[int], n_row
                 there = replace(store.states(site), shape=(n_rows, store.kinds[site].width))
                 before, now = there[rows].double(), hidden.cpu()[torch.from_numpy(plan.kept[i])].double()
                 moved[site].append((now - before) / before.norm(dim=1, keepdim=True).clamp(min=1e-12))
-    of_token, of_all = _ROUNDING[plan.reader.host.dtype]  # of recurrent layers, too: what they read is the host's
+    # Of recurrent layers, too: what they read is the host's.
+    of_token, of_all = of_dtype(_ROUNDING, plan.reader.host.dtype, "rounding of states")
     return all(
         bool((parts := torch.cat(of_site)).norm(dim=1).le(of_token).all() and parts.mean(dim=0).norm() <= of_all)
         for of_site in moved.values()
     )
 
 
-def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[Shard]:
+def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[DocumentShard]:
     return shards(Document(i, texts[place].where, texts[place].text) for i, place in enumerate(places))
 
 
@@ -362,7 +363,7 @@ def _file(site: str) -> str:
 
 def _header(site: str, rows: int, kind: SiteKind) -> bytes:
     """The beginning of a safetensors file with the one tensor `states`."""
-    shape = {"dtype": _CODES[kind.dtype], "shape": [rows, kind.width], "data_offsets": [0, rows * kind.row_bytes]}
+    shape = {"dtype": code_of(kind.dtype), "shape": [rows, kind.width], "data_offsets": [0, rows * kind.row_bytes]}
     text = json.dumps({"__metadata__": {"site": site}, "states": shape}).encode()
     text += b" " * (-len(text) % 64)
     return struct.pack("<Q", len(text)) + text

@@ -23,7 +23,7 @@ from probemon.host.chat_template import Chat
 from probemon.host.chat_template import render as render_chat
 from probemon.host.text_tokens import counted as counted_tokens
 from probemon.host.text_tokens import in_ranges
-from probemon.lab.corpora.windows import Tokens
+from probemon.lab.corpora.windows import WindowTokens
 from probemon.lab.training.examples import Example
 
 Ranges = tuple[tuple[int, int], ...]
@@ -47,7 +47,7 @@ class Text:
     counted_tokens: Mask | None = field(default=None, compare=False, repr=False)
     reads_date: bool = False
 
-    def counts(self, tokens: Tokens) -> Mask:
+    def counts(self, tokens: WindowTokens) -> Mask:
         """Return which of its tokens count `[T]`: those with a character that does."""
         if self.counted is None:
             return np.ones(len(tokens), dtype=bool)

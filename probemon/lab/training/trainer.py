@@ -26,6 +26,7 @@ from probemon.core.aggregate import Each
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import InputSpec
+from probemon.core.score_rules import INDEPENDENT, PATH
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.identity import stated_host
 from probemon.host.loading import load_model
@@ -34,15 +35,15 @@ from probemon.lab.corpora.windows import Reading
 from probemon.lab.training.background import passages
 from probemon.lab.training.candidates import Problem, best_candidate, fit_candidate, possible
 from probemon.lab.training.card import card
-from probemon.lab.training.choice import Choice
+from probemon.lab.training.choice import LayerChoice
 from probemon.lab.training.crossvalidation import cross_validated, curve, deal
 from probemon.lab.training.dataset import Dataset
 from probemon.lab.training.example_files import Source
 from probemon.lab.training.examples import Examples, read_examples
-from probemon.lab.training.fitting import BESIDE, Fitted, Rows, fit_linear, prepared, row_parts
+from probemon.lab.training.fitting import BESIDE, Fitted, TrainingRows, fit_linear, prepared, row_parts
 from probemon.lab.training.generated import with_generated
 from probemon.lab.training.logistic import Dense, Targets
-from probemon.lab.training.measured import Measured
+from probemon.lab.training.measured import TrainingMeasurement
 from probemon.lab.training.report import report_html
 from probemon.lab.training.settings import TrainingSettings
 from probemon.lab.training.standard import Weights, fold
@@ -234,7 +235,7 @@ class _Job:
             f" {max(value for value, _ in choice.curve):.3f} at best"
         )
         fitted = self.fit(data, store, part, choice)
-        found = Measured.of(data, store, part, fitted, choice, self.settings, self.host)
+        found = TrainingMeasurement.of(data, store, part, fitted, choice, self.settings, self.host)
         quality = found.quality()
         page = report_html(name, data, found, quality)
         text = card(name, data, quality, self.settings, model_id)
@@ -251,7 +252,7 @@ class _Job:
                 for concept in data.concepts
             ],
             weights=fitted.weights,
-            score_rule="path" if data.is_tree else "independent",
+            score_rule=PATH if data.is_tree else INDEPENDENT,
             inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in fitted.inputs],
             input_index=torch.from_numpy(fitted.input_of),
             host=stated_host(self.host, model_id),
@@ -280,7 +281,7 @@ class _Job:
             write_text_atomically(Path(report), page)
         return Trained(pack, quality, page)
 
-    def choose(self, data: Dataset, store: StateStore, part: Tensor) -> Choice:
+    def choose(self, data: Dataset, store: StateStore, part: Tensor) -> LayerChoice:
         """Cross-validate every site, and choose one for all concepts, or another where that is clearly better."""
         learnt = data.compared_inside
         use = data.of("train") & (learnt >= 0).any(axis=1)
@@ -294,9 +295,9 @@ class _Job:
             seen.append((len(rows.row), rows.n_of))
             tables.append(cross_validated(Dense(rows.x), own, folds))
             self.say(f"layer {i + 1} of {len(self.sites)}, {site}: AUROC {curve(tables[-1:])[0][0]:.3f}")
-        return Choice.of(self.sites, tables, alone=not data.is_tree, seen=min(seen))
+        return LayerChoice.of(self.sites, tables, alone=not data.is_tree, seen=min(seen))
 
-    def fit(self, data: Dataset, store: StateStore, part: Tensor, choice: Choice) -> Fitted:
+    def fit(self, data: Dataset, store: StateStore, part: Tensor, choice: LayerChoice) -> Fitted:
         """Fit the probes of every site that was chosen, by every method."""
         used = [site for site in self.sites if site in choice.site_of]
         n_concepts = len(data.concepts)
@@ -342,8 +343,8 @@ class _Job:
             min(learnt_from),
         )
 
-    def _rows(self, store: StateStore, part: Tensor, use: np.ndarray, site: str, most_bytes: int) -> Rows:
-        return Rows.of(
+    def _rows(self, store: StateStore, part: Tensor, use: np.ndarray, site: str, most_bytes: int) -> TrainingRows:
+        return TrainingRows.of(
             store.states(site),
             part,
             use,

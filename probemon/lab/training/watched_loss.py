@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean
+from probemon.errors import ConfigError
 from probemon.lab.training.logistic import Targets
 from probemon.lab.training.standard import Weights
 
@@ -45,8 +46,10 @@ def highest_of(aggregator: Aggregator, scores: Tensor, length: Tensor) -> Tensor
     elif isinstance(aggregator, Attention):
         weight = torch.exp((scores - 1) / aggregator.temperature)
         values = (weight * scores).cumsum(1) / weight.cumsum(1).clamp(min=1e-30)
-    else:  # the highest of any rolling maximum is that of all
+    elif isinstance(aggregator, (Each, Max, RollingMax)):  # the highest of any rolling maximum is that of all
         values = scores
+    else:
+        raise ConfigError(f"there are no gradients of {aggregator}: add its steps to lab/training/watched_loss.py")
     return values.masked_fill(~counts[:, :, None], -torch.inf).amax(1)
 
 

@@ -58,7 +58,7 @@ from probemon.ops.vllm.receiver import Receiver
 from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
 from probemon.ops.vllm.request_names import name_of, names_of_output
 from probemon.ops.vllm.watched import check_rules, watched_sha256
-from probemon.tracking.recording import Tokens
+from probemon.tracking.recording import RecordedTokens
 from probemon.util.checks import check_choice, check_count
 
 Listener = Callable[[Message], object]
@@ -218,7 +218,7 @@ class VllmClient:
         outputs = list(out) if isinstance(out, (list, tuple)) else [out]
         if not outputs:
             raise ConfigError("out is empty: give what the engine returned")
-        parts, names, watches = list[Tokens](), list[str](), list[tuple[int, int, int]]()
+        parts, names, watches = list[RecordedTokens](), list[str](), list[tuple[int, int, int]]()
         deployments: dict[int, str | None] = {}
         for output in outputs:
             for answer in output.outputs:
@@ -232,7 +232,7 @@ class VllmClient:
         result = Result(
             self.manager.pack,
             self.tokenizer,
-            Tokens.join(parts, self.manager.pack.n_probes),
+            RecordedTokens.join(parts, self.manager.pack.n_probes),
             None if self.hello is None else host_of(self.hello),
             requests=tuple(names),
             watches=tuple(watches),
@@ -350,7 +350,7 @@ class VllmClient:
 
     def _tokens(
         self, output: Any, answer: Any, ids: Ints, began: float, timeout_seconds: float
-    ) -> tuple[RequestLog | None, Tokens]:
+    ) -> tuple[RequestLog | None, RecordedTokens]:
         """Return the tokens of an answer, and what they were made of; None where the engine ran nothing of it.
 
         A name may have been used before: what it is made of has the tokens of the answer.
@@ -370,9 +370,9 @@ class VllmClient:
             of_all = log.ended is None or log.ended.n_columns >= n_run  # else of a shorter answer of its name
             return whole and of_all and (cached is None or cached == log.first_column)
 
-        def of_best(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, Tokens] | None:
+        def of_best(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, RecordedTokens] | None:
             """Return the log with the most scores of the answer, of several such the newest: all have its tokens."""
-            fitting = list[tuple[RequestLog, Tokens]]()
+            fitting = list[tuple[RequestLog, RecordedTokens]]()
             for log in known():
                 # vLLM counts once, as the log does; an abort may come before it counts.
                 is_other = cached not in (None, log.first_column) and not cut_short
@@ -383,7 +383,7 @@ class VllmClient:
                     except AlignmentError as error:
                         wrong[log.request] = error
 
-            def rank(one: tuple[RequestLog, Tokens]) -> tuple[bool, int]:
+            def rank(one: tuple[RequestLog, RecordedTokens]) -> tuple[bool, int]:
                 return cached in (None, one[0].first_column), int(one[1].scores.coverage.seen.sum())
 
             return max(fitting, key=rank, default=None)
@@ -441,10 +441,10 @@ def host_of(hello: Hello) -> HostState:
     return HostState(**{**fields, "adapter_scales": scales})  # type: ignore[arg-type]
 
 
-def _not_run(ids: Ints, n_probes: int, reason: str) -> Tokens:
+def _not_run(ids: Ints, n_probes: int, reason: str) -> RecordedTokens:
     n = len(ids)
     none = np.zeros(n, dtype=np.int64)
-    return Tokens(none, np.arange(n), ids, np.full(n, PROMPT), Scores.nothing(n, n_probes, reason))
+    return RecordedTokens(none, np.arange(n), ids, np.full(n, PROMPT), Scores.nothing(n, n_probes, reason))
 
 
 def _same(one: Event, other: Event) -> bool:

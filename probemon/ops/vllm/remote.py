@@ -24,7 +24,7 @@ from probemon.monitor.result import Result
 from probemon.ops.vllm.messages import RequestScores, unpack
 from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
 from probemon.ops.vllm.request_names import names_of_choices
-from probemon.tracking.recording import Tokens
+from probemon.tracking.recording import RecordedTokens
 
 _TIMEOUT_SECONDS = 30.0  # of one answer of the server
 _PAUSE_SECONDS = 0.05  # until it is asked again
@@ -74,7 +74,7 @@ class RemoteScores:
             time.sleep(_PAUSE_SECONDS)
 
     def _result(self, content: Mapping[str, Any], logs: list[tuple[RequestLog, bool]]) -> Result:
-        parts, watches = list[Tokens](), list[tuple[int, int, int]]()
+        parts, watches = list[RecordedTokens](), list[tuple[int, int, int]]()
         deployments: dict[int, str | None] = {}
         for row, (choice, (log, lost)) in enumerate(zip(_with_prompts(content), logs, strict=True)):
             prompt, ids = choice["prompt_token_ids"], choice.get("token_ids")
@@ -87,7 +87,7 @@ class RemoteScores:
             parts.append(log.tokens(every, len(prompt), lost=lost, cut_short=cut_short))
             watches += [(row, *one) for one in log.watched_from()]
             deployments |= log.deployments
-        tokens = Tokens.join(parts, self._pack.n_probes)
+        tokens = RecordedTokens.join(parts, self._pack.n_probes)
         names = (content["id"],) * len(logs)
         result = Result(self._pack, self._tokenizer, tokens, requests=names, watches=tuple(watches))
         result.deployments = deployments

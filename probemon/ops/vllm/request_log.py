@@ -24,7 +24,7 @@ from probemon.errors import AlignmentError
 from probemon.monitor.rules import Event
 from probemon.ops.vllm.messages import Ended, RequestHead, RequestScores, StepTokens
 from probemon.ops.vllm.rows import CACHED
-from probemon.tracking.recording import GAP, LAST, Tokens
+from probemon.tracking.recording import GAP, LAST, RecordedTokens
 
 LOST = "a message with its scores was dropped: the client did not read in time (high_water_mark)"
 LATE = "its scores had not come when they were asked for: they are under way, or a message was dropped"
@@ -143,7 +143,7 @@ class RequestLog:
                 return column
         return None
 
-    def tokens(self, ids: Ints, n_prompt: int, *, lost: bool, cut_short: bool = False) -> Tokens:
+    def tokens(self, ids: Ints, n_prompt: int, *, lost: bool, cut_short: bool = False) -> RecordedTokens:
         """Return every token of `ids [L]`, prompt and output. `lost`: messages were dropped while it ran. `cut_short`:
         it was ended from outside the engine, which may have run tokens meanwhile that the output does not have.
 
@@ -181,7 +181,7 @@ class RequestLog:
             else:
                 reasons[at] = LOST if lost else LATE if self.under_way else GAP
         positions = np.arange(length)
-        return Tokens(
+        return RecordedTokens(
             np.zeros(length, dtype=np.int64),
             positions,
             ids,

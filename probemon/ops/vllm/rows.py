@@ -25,7 +25,7 @@ import numpy as np
 
 from probemon.core.hierarchy import Ints
 from probemon.errors import AlignmentError
-from probemon.tracking.align import NO_ID, Forward, PlacedTokens, SequenceColumns
+from probemon.tracking.align import NO_ID, DecoderForward, PlacedTokens, SequenceColumns
 
 CACHED = "its keys and values came from vLLM's prefix cache, so that no forward ran it"
 _NOT_ENDED = np.zeros(1, dtype=bool)  # requests end by themselves, and are not fed padding
@@ -186,7 +186,7 @@ class RequestRows:
         for begin, stop in itertools.pairwise(bounds):
             if stop > n_prompt:
                 self.call.ended(_NOT_ENDED)
-            forward = Forward(begin, ids[None, begin - first : stop - first], None)
+            forward = DecoderForward(begin, ids[None, begin - first : stop - first], None)
             placed += [(part.moved(row + begin - first), "") for part in self.call.place(forward)]
         self.ids += ids.tolist()
         return placed

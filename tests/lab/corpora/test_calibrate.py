@@ -23,7 +23,7 @@ from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.core.score_counts import ScoreCounts
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
 from probemon.host.identity import host_identity, stated_host
-from probemon.lab.calibration.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed
+from probemon.lab.calibration.calibrate import CalibratedAlerts, Rates, calibrate_alerts, most_allowed, units_needed
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.calibration.expansion import Expansion
 from probemon.lab.cli.calibrate import _far_below, calibrate
@@ -309,7 +309,7 @@ def test_documents_without_tokens_or_of_other_concepts_are_refused():
 def made_alerts(aggregator, threshold):
     rates = Rates.of([0] * len(threshold), 500, 0.01)
     one = Rates.of([3], 500, 0.05)
-    return Alerts(
+    return CalibratedAlerts(
         aggregator,
         "token",
         0.01,

@@ -34,7 +34,7 @@ from probemon.lab.corpora.analysis_folder import Analysis
 from probemon.lab.corpora.analyze import analyze, kernel_of
 from probemon.lab.corpora.corpus import CorpusScorer, score_documents
 from probemon.lab.corpora.documents import read_documents
-from probemon.lab.corpora.windows import Reading, Tokens, Window, batches, cut, encode, shards
+from probemon.lab.corpora.windows import Reading, Window, WindowTokens, batches, cut, encode, shards
 from probemon.packs.group import PackGroup
 from probemon.packs.pack import ProbePack
 from static_page import read
@@ -94,7 +94,7 @@ def test_every_window_of_a_text_with_its_own_beginning_begins_so(model, manager,
     [(1, 8, 0, 0), (7, 8, 3, 1), (8, 8, 3, 1), (50, 8, 4, 1), (100, 9, 0, 2), (101, 32, 16, 0)],
 )
 def test_every_token_is_scored_once_with_most_before_it(n, size, overlap, n_prefix):
-    tokens = Tokens(np.arange(n), np.arange(n), np.arange(n) + 1, (1,) * n_prefix)
+    tokens = WindowTokens(np.arange(n), np.arange(n), np.arange(n) + 1, (1,) * n_prefix)
     pieces = cut(tokens, 3, Window(size, overlap))
     scored = [t for piece in pieces for t in range(piece.scored, piece.stop)]
     assert scored == list(range(n))
@@ -109,7 +109,7 @@ def test_batches_are_of_like_length_and_bounded():
     pieces = [
         piece
         for place in range(50)
-        for piece in cut(Tokens(*(np.arange(rng.integers(1, 90)),) * 3, (1,)), place, Window(20, 4))
+        for piece in cut(WindowTokens(*(np.arange(rng.integers(1, 90)),) * 3, (1,)), place, Window(20, 4))
     ]
     made = batches(pieces, max_tokens=64, max_rows=5)
     assert sorted((p.place, p.begin) for batch in made for p in batch) == sorted((p.place, p.begin) for p in pieces)

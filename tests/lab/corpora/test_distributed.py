@@ -16,7 +16,7 @@ from probemon.errors import ConfigError
 from probemon.lab.corpora.analysis_files import TABLES
 from probemon.lab.corpora.analysis_folder import Analysis
 from probemon.lab.corpora.analyze import analyze
-from probemon.lab.corpora.distributed import Job, analyze_dataset
+from probemon.lab.corpora.distributed import CorpusJob, analyze_dataset
 from probemon.lab.corpora.windows import Reading, Window
 
 ray = pytest.importorskip("ray")
@@ -66,7 +66,7 @@ def job(pack, out, **changes):
         "settings": {"keep_top_k": 5, "impl": "cpu", "audit_rate": 0.2},
         "reading": READING,
     }
-    return Job(**{**arguments, **changes})
+    return CorpusJob(**{**arguments, **changes})
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own

@@ -15,8 +15,8 @@ from probemon.errors import CalibrationError, ConfigError
 from probemon.lab.calibration import expansion
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.calibration.expansion import (
-    Family,
     Reach,
+    ThresholdFamily,
     calibrate_expansion,
     calibrate_on,
     documents_needed,
@@ -108,7 +108,7 @@ def test_what_is_missed_is_what_walking_the_hierarchy_misses(rule, shape, seed, 
 def test_at_a_slack_no_more_than_that_share_of_a_probes_scores_is_under_its_threshold(rule, shape):
     reach = make_reach(rule, shape, 1, alert=0.4)
     documents = random_scores(reach.tree, rule, [6] * 12, 2)
-    family, exact = Family(reach, documents), reach.exact()
+    family, exact = ThresholdFamily(reach, documents), reach.exact()
     few = 0
     for slack in (0.0, 0.03, 0.25, 0.5, 1.0, None):
         at = family.at(slack)
@@ -139,7 +139,7 @@ def test_at_a_slack_no_more_than_that_share_of_a_probes_scores_is_under_its_thre
 @pytest.mark.parametrize("rule", RULES)
 def test_less_slack_never_misses_more_and_the_last_resort_misses_nothing(rule, shape, seed):
     reach = make_reach(rule, shape, seed)
-    family = Family(reach, random_scores(reach.tree, rule, [4] * 10, seed))
+    family = ThresholdFamily(reach, random_scores(reach.tree, rule, [4] * 10, seed))
     documents = random_scores(reach.tree, rule, [4] * 20, seed + 100)
     before, thresholds = reach.missed(family.at(None), documents), family.at(None)
     assert before.missed.sum() == 0
@@ -157,7 +157,7 @@ def test_less_slack_never_misses_more_and_the_last_resort_misses_nothing(rule, s
 
 def test_under_the_path_rule_nothing_is_opened_that_could_find_nothing():
     reach = make_reach("path", "tree", 3, alert=0.6)
-    family = Family(reach, random_scores(reach.tree, "path", [6] * 10, 3))
+    family = ThresholdFamily(reach, random_scores(reach.tree, "path", [6] * 10, 3))
     inner = reach.tree.has_children
     assert (family.at(0.0)[inner] >= np.float32(0.6)).all() and (family.at(None)[inner] == np.float32(0.6)).all()
 
@@ -167,14 +167,14 @@ def test_a_probe_above_none_that_can_fire_is_opened():
     alert = reach.alert.copy()
     below = sorted(descendants(reach.tree, 0))
     alert[below] = np.nan
-    family = Family(Reach(reach.tree, "path", alert), random_scores(reach.tree, "path", [6] * 10, 3))
+    family = ThresholdFamily(Reach(reach.tree, "path", alert), random_scores(reach.tree, "path", [6] * 10, 3))
     assert (family.at(0.5)[[p for p in [0, *below] if reach.tree.has_children[p]]] == -1).all()
 
 
 def test_below_0_thresholds_fall_by_a_factor_but_not_below_what_can_find_something():
     for rule in RULES:
         reach = make_reach(rule, "tree", 4, alert=0.05)
-        family = Family(
+        family = ThresholdFamily(
             reach, [np.maximum(scores, np.float32(0.3)) for scores in random_scores(reach.tree, rule, [8] * 10, 4)]
         )
         inner = reach.tree.has_children
@@ -236,7 +236,7 @@ def test_over_many_splits_the_mean_recall_on_held_out_documents_is_at_least_the_
     assert 0 < losses.mean() <= 0.1 + 3 * losses.std() / math.sqrt(len(losses))
     assert n == 9 or losses.mean() > 0.03  # the share that may be missed is used
     assert (
-        shares.min() < reach.missed(Family(reach, documents[:30]).at(None), documents).share_evaluated
+        shares.min() < reach.missed(ThresholdFamily(reach, documents[:30]).at(None), documents).share_evaluated
     )  # not by opening everything
 
 
@@ -253,7 +253,7 @@ def test_the_slack_is_the_largest_that_the_bound_allows():
     reach, documents = population("independent", "dag", 90, 6)
     shaping, calibrating = documents[:30], documents[30:]
     found = calibrate_on(reach, shaping, calibrating, recall=0.9)
-    family = Family(reach, shaping)
+    family = ThresholdFamily(reach, shaping)
     steps = [-0.5, -0.25, *((i / 1024) ** 2 for i in range(0, 1025, 8))]
     sums = {slack: reach.missed(family.at(slack), calibrating).losses.sum() for slack in [*steps, found.slack]}
     assert (sums[found.slack] + 1) / 61 <= 0.1 and all(

@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 
 import foreign_files as foreign
 from probemon import DynamicProbeManager
+from probemon.core.probes import NORMS
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, ImportRefused, UnknownSetting
 from probemon.lab.importers.generic import import_safetensors, import_weights
@@ -86,7 +87,7 @@ def test_a_normalisation_that_no_file_says_must_be_given(place, tmp_path, source
         with pytest.raises(ImportRefused, match="'none', 'layernorm', 'rmsnorm'"):
             run(place, tmp_path / "pack", **needed, **wrong)
     assert not list(tmp_path.iterdir())
-    for norm in ("none", "layernorm", "rmsnorm"):
+    for norm in NORMS:
         pack = run(place, tmp_path / norm, **needed, normalize=norm)
         assert [spec.norm for spec in pack.inputs] == [norm] and pack.manifest["provenance"]["import"][
             "normalize"

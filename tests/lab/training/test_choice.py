@@ -13,7 +13,7 @@ from corpora import make_tokenizer
 from lab.training.test_logistic import sklearn_weights
 from lab.training.test_train import COMMON, rows, scores_of
 from probemon.lab.training import train, trainer
-from probemon.lab.training.choice import Choice
+from probemon.lab.training.choice import LayerChoice
 from probemon.lab.training.crossvalidation import PENALTIES, cross_validated, curve, deal, earliest_within_one_error
 from probemon.lab.training.dataset import Dataset
 from probemon.lab.training.examples import read_examples
@@ -50,13 +50,16 @@ def test_a_concept_has_a_site_of_its_own_where_that_is_clearly_better():
 
     tables = [table(0.90, 0.70), table(0.90, 0.90)]
     given = {"sites": ["resid_post.3", "resid_post.9"], "seen": (5, 9)}
-    assert Choice.of(tables=tables, alone=True, **given).site_of == ("resid_post.9", "resid_post.9")
+    assert LayerChoice.of(tables=tables, alone=True, **given).site_of == ("resid_post.9", "resid_post.9")
     tables = [table(0.95, 0.70), table(0.90, 0.90)]
-    found = Choice.of(tables=tables, alone=True, **given)
+    found = LayerChoice.of(tables=tables, alone=True, **given)
     assert found.site_of == ("resid_post.3", "resid_post.9") and found.seen == (5, 9)
-    assert Choice.of(tables=tables, alone=False, **given).site_of == ("resid_post.9", "resid_post.9")  # of a hierarchy
+    assert LayerChoice.of(tables=tables, alone=False, **given).site_of == (
+        "resid_post.9",
+        "resid_post.9",
+    )  # of a hierarchy
     tables = [table(0.909, 0.70), table(0.90, 0.90)]  # better by less than a hundredth
-    assert Choice.of(tables=tables, alone=True, **given).site_of == ("resid_post.9", "resid_post.9")
+    assert LayerChoice.of(tables=tables, alone=True, **given).site_of == ("resid_post.9", "resid_post.9")
 
 
 def test_areas_of_held_out_folds_are_those_of_scikit_learn():
@@ -124,13 +127,15 @@ def test_the_sweep_finds_the_first_layer_that_knows(tmp_path, concept):
 
 def test_a_pack_of_two_sites_scores_each_concept_at_its_own(tmp_path, monkeypatch):
     """What is claimed is what the written pack does, from a plain forward."""
-    real = Choice.of
+    real = LayerChoice.of
 
     def two(*arguments, **how):
         found = real(*arguments, **how)
-        return Choice(found.sites, ("resid_post.2", "resid_post.0"), found.l2, found.curve, found.areas, found.seen)
+        return LayerChoice(
+            found.sites, ("resid_post.2", "resid_post.0"), found.l2, found.curve, found.areas, found.seen
+        )
 
-    monkeypatch.setattr(trainer.Choice, "of", two)
+    monkeypatch.setattr(trainer.LayerChoice, "of", two)
     host = make_model(hidden=32)
     found = train(
         host, rows(), tmp_path / "p", tokenizer=make_tokenizer(), states=tmp_path / "s", background=False,

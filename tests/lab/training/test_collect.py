@@ -18,7 +18,7 @@ from probemon import DynamicProbeManager
 from probemon.core.probes import InputSpec
 from probemon.errors import ConfigError, TrainingError
 from probemon.lab.training.collect import collect
-from probemon.lab.training.fitting import Rows, fit_linear
+from probemon.lab.training.fitting import TrainingRows, fit_linear
 from probemon.lab.training.logistic import Targets
 
 SITE = "resid_post.1"
@@ -74,7 +74,7 @@ def test_scikit_learn_makes_the_same_weights_of_them(collected):
 
     part = np.unique(document * 2 + y, return_inverse=True)[1]
     known = np.asarray([y[part == i][0] for i in range(part.max() + 1)], dtype=np.int8)[:, None]
-    own = Rows.of(
+    own = TrainingRows.of(
         collected.states(SITE), _of_all(part, use), np.r_[np.ones(part.max() + 1, dtype=bool), False],
         InputSpec(SITE, "rmsnorm"), torch.float32, most_bytes=1 << 30, seed=0,
     )  # fmt: skip

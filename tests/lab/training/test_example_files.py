@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from probemon.errors import TrainingError
-from probemon.lab.corpora.windows import Tokens
+from probemon.lab.corpora.windows import WindowTokens
 from probemon.lab.training.examples import Concept, Span, read_examples
 from probemon.lab.training.labels import parts_of
 from probemon.lab.training.texts import Text
@@ -108,7 +108,7 @@ def test_outside_of_spans_a_concept_and_what_is_below_it_are_absent(tmp_path, sp
     row = _written(tmp_path / "s.jsonl", {"text": said, "spans": given, "rest": rest})
     examples = read_examples([tmp_path / "tree.yaml", row])
     start, end = np.array([0, 6, 11]), np.array([5, 10, 14])
-    tokens = Tokens(np.arange(3), start, end, ())
+    tokens = WindowTokens(np.arange(3), start, end, ())
     place = {id: p for p, id in enumerate(examples.concepts)}
     known = np.full((3, len(place)), -1)
     for part in parts_of(examples.texts[-1], Text("", said), tokens, place):

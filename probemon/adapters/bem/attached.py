@@ -34,7 +34,6 @@ from probemon.adapters.bem.measures import Measured
 from probemon.adapters.bem.saved import check_host, check_kept, read_saved, write_saved
 from probemon.adapters.bem.sharded import check_spread
 from probemon.adapters.bem.sites import device_of, find_sites, make_updates
-from probemon.adapters.bem.speculation import Speculation
 from probemon.adapters.bem.state import ControllerState, States
 from probemon.adapters.bem.update import choose_impl
 from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
@@ -115,7 +114,6 @@ class Bem(nn.Module):
         governor = Governor if config.form == "low_rank" else FormGovernor
         self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
         self.steered, self.measured, self._enabled = Steered(), Measured(), True
-        self.speculation: Speculation | None = None  # while `speculating`
         self._states, self._stack = States(), ExitStack()
         self._hooks: HostHooks | None = None  # while it is attached
 
@@ -123,8 +121,6 @@ class Bem(nn.Module):
         """Return codes `[B * T, ..]` by site key as sites take them, within the limits. `training`: the host is."""
         if self.levels is not None:
             return self.levels.limit(codes, self.governor, training)
-        if self.speculation is not None and not torch.is_grad_enabled():
-            return self.speculation.limited(codes)
         groups = {site.chunked for site in self.sites}
         by_group = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in groups}
         return self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in by_group.items()})

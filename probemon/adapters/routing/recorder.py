@@ -220,8 +220,6 @@ class RoutingRecorder:
         - `alerts`: those that hold now; `n_alerts`: how many were raised.
         - `baseline`: what drifts are measured from, of each router and metric where it is known by now. `baseline=` of
           another run takes this report.
-        - `speculation`: hits of chunk codes that are foretold, inside `probemon.adapters.bem.speculation.speculating`
-          alone.
         - `unjudged`: kinds of alert for which some router has too few tokens that count, and how many it takes. That
           none of them was raised says nothing.
 
@@ -250,13 +248,7 @@ class RoutingRecorder:
                 "n_alerts": self.n_alerts,
                 "unjudged": self._unjudged(),
                 "baseline": entries(self._known_baseline()),
-                **self._speculation(),
             }
-
-    def _speculation(self) -> dict[str, Any]:
-        """What came of chunk codes that are foretold now (`probemon.adapters.bem.speculation`), if any are."""
-        found = (getattr(getattr(source, "bem", None), "speculation", None) for source in self.sources)
-        return next(({"speculation": one.stats()} for one in found if one is not None), {})
 
     def _unjudged(self) -> dict[str, int]:
         """Return, by kind of alert, the most tokens that one of its unjudged rules needs.

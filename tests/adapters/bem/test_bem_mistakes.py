@@ -21,7 +21,6 @@ from probemon.adapters.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.adapters.bem.memory import memory_pressure
 from probemon.adapters.bem.policy import Categorical, Gaussian, improve
 from probemon.adapters.bem.saved import settings_hash
-from probemon.adapters.bem.speculation import speculating
 from probemon.adapters.bem.training import TrainSettings, evaluate, parameter_groups, train
 from probemon.adapters.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.adapters.routing import RoutingJsonLines, RoutingMonitor, RoutingSettings
@@ -734,9 +733,7 @@ def test_an_adapter_of_the_decoder_inside_is_watched_from_the_whole_model_and_th
         assert monitor.n_tokens == IDS.numel()
 
 
-def test_what_evaluations_and_foretelling_cannot_take_is_told():
-    with pytest.raises(ConfigError, match="NoneType is no adapter"), speculating(None):
-        pass
+def test_what_evaluations_cannot_take_is_told():
     fine = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": 1e-6}
     for wrong in ("none", True, [0.0]):
         with pytest.raises(ConfigError, match=r"the error of rows is .*give a number, or None"):

@@ -23,7 +23,7 @@ from transformers import Cache
 
 from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.controller import Codes, Controller
-from probemon.adapters.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks
+from probemon.adapters.bem.fallback import FallbackGuard, FallbackPolicy, Fallbacks
 from probemon.adapters.bem.form_governance import FormGovernor
 from probemon.adapters.bem.forwards import Steered
 from probemon.adapters.bem.governance import Governor
@@ -41,6 +41,7 @@ from probemon.host.adapters import KNOWN, OWN
 from probemon.host.cache import n_cached
 from probemon.host.internals import cache_layers, forget_hook_free_graphs, keys_and_values, tensor_parallel_size
 from probemon.host.model import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
+from probemon.monitor.breaker import Circuit
 
 
 def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
@@ -172,7 +173,7 @@ class Bem(nn.Module):
         return Fallbacks() if self._guard is None else self._guard.counts
 
     @property
-    def breaker(self) -> CircuitBreaker | None:
+    def breaker(self) -> Circuit | None:
         """What leaves the controller out after failures; None without a `FallbackPolicy`."""
         return None if self._guard is None else self._guard.breaker
 

@@ -27,7 +27,7 @@ from probemon.adapters.bem.fallback import FallbackGuard, FallbackPolicy, Fallba
 from probemon.adapters.bem.form_governance import FormGovernor
 from probemon.adapters.bem.forwards import Steered
 from probemon.adapters.bem.governance import Governor
-from probemon.adapters.bem.host_hooks import HostHooks, take_layer_hook
+from probemon.adapters.bem.host_hooks import Host, HostHooks, take_layer_hook
 from probemon.adapters.bem.int8 import make_int8
 from probemon.adapters.bem.levels import LearnedLevels
 from probemon.adapters.bem.measures import Measured
@@ -95,8 +95,7 @@ class Bem(nn.Module):
         check_spread(config, fallback, impl, n_ranks)
         decoder, layers = find_layers(host)
         KNOWN.add(self)
-        # In a tuple: as attributes they would be parts of this module.
-        self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)
+        self._host = Host(host, decoder, layers)  # a tuple: as attributes they would be parts of this module
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         read_layer = layers[config.read_layer]
         devices = [device_of(module) for module in (read_layer, *(site.module for site in self.sites))]
@@ -136,7 +135,7 @@ class Bem(nn.Module):
         self.measured.ask(self)
         stack.callback(self._stop_measuring)
         for number in sorted(self.measured.layers):
-            stack.callback(layers[number].register_forward_hook(take_layer_hook(self, number)).remove)
+            stack.callback(layers[number].register_forward_hook(take_layer_hook(lambda: self._hooks, number)).remove)
 
     def _stop_measuring(self) -> None:
         self.measured.n_asking -= 1
@@ -146,12 +145,12 @@ class Bem(nn.Module):
     @property
     def host(self) -> Any:
         """The transformers model that it is for, without the wrappers of torch.compile and PEFT."""
-        return self._host[0]
+        return self._host.model
 
     @property
     def open(self) -> bool:
         """Whether it is on its host."""
-        return self._hooks is not None and self._hooks.owner.open
+        return self._hooks is not None and self._hooks.open
 
     @property
     def enabled(self) -> bool:
@@ -185,7 +184,7 @@ class Bem(nn.Module):
             self._check_alone()
         with ExitStack() as stack:
             stack.callback(setattr, self, "_hooks", None)
-            hooks = HostHooks(self, self._states)
+            hooks = HostHooks(self, self._host, self._states)
             hooks.attach(stack)
             self._hooks, self._stack = hooks, stack.pop_all()
         self.governor.forget_host_norm()  # the host may have changed meanwhile

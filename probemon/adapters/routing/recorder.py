@@ -104,13 +104,13 @@ class RoutingRecorder:
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)
         self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
         self.latency = Latencies(
-            unwrap(model),
-            next((source.controller for source in self.sources if isinstance(source, BemController)), None),
-            settings.limits,
-            settings.spike,
-            self._memory,
-            self._report_alerts,
-            settings.clock,
+            host=unwrap(model),
+            controller=next((source.controller for source in self.sources if isinstance(source, BemController)), None),
+            limits=settings.limits,
+            spike=settings.spike,
+            memory=self._memory,
+            report=self._report_alerts,
+            clock=settings.clock,
         )
         self._newest_reads = NewestReads(self.sources)
         self._tallies: dict[int, Tally] = {}

@@ -40,12 +40,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from perf_study import report
+from perf_study import gates, report
 from perf_study.claims import BUDGET, PLANTED, claims, verdicts
 from perf_study.kept import code_mark, kept
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.config import FORMS
-from probemon.adapters.bem.evaluation import gates
 from probemon.adapters.bem.evaluation.budget import flops, solve
 from probemon.adapters.bem.losses import Batch, hooked_codes, recorded_codes
 from probemon.adapters.bem.training import TrainSettings, fit

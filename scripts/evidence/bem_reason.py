@@ -32,8 +32,8 @@ import torch
 
 from domain_arms import N_STEPS, Results, config_of
 from domains import DOMAINS, FIRST, HEADERS, N_HEADER, N_TEST, N_TRAIN, ROWS, Domains
+from perf_study.comparisons import compare
 from probemon.adapters.bem import attach_bem
-from probemon.adapters.bem.evaluation.statistics import compare
 from probemon.bundled import bundled_path, load_bundled
 from probemon.util.cache_folders import cache_dir
 from probemon.util.files import write_text_atomically

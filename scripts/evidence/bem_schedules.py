@@ -1,13 +1,10 @@
 #!/usr/bin/env python3
-"""Levels that sites learn, and chunk codes that are foretold: do they do what they say, and what do they buy?
+"""Levels that sites learn: do they find what was planted, and what does a price change?
 
     python scripts/evidence/bem_schedules.py                      # writes docs/benchmarks/bem_schedules.json
 
 levels         on tiny random hosts an adapter is planted whose sites take token, prefix and chunk codes; another with
                the same numbers learns which, from what the host says alone, at several prices of an operation
-speculation    on the demo host, text written greedily by an adapter of chunk codes with random weights: processor
-               milliseconds a step with codes foretold and without, in turns; the time that limits take; the share of
-               hits
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +21,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from bem_learns import VOCAB, make_host
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.config import LEVELS
 from probemon.adapters.bem.levels import expected_operations, level_operations
-from probemon.adapters.bem.speculation import speculating
 from probemon.adapters.bem.training import TrainSettings, fit
 from probemon.util.files import write_text_atomically
 from provenance import about
@@ -93,74 +87,20 @@ def learned_levels(seed: int, price: float, n_steps: int) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def speculation(n_rounds: int, n_steps: int) -> dict[str, Any]:
-    """Processor milliseconds of a step on the demo host, with and without, in turns."""
-    from probemon.bundled import load_bundled
-
-    model, tokenizer = load_bundled(torch.bfloat16)
-    ids = tokenizer("Whales are the largest animals that have ever lived, and", return_tensors="pt")["input_ids"]
-    bem = attach_bem(model, BemConfig(level="chunk", chunk_tokens=8, prefix_tokens=32))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in bem.named_parameters():
-        parameter.add_((0.02 if "updates" in name else 0.1) * torch.randn(parameter.shape, generator=generator))
-    taken: dict[str, list[float]] = {"plain": [], "foretold": []}
-    texts: dict[str, list[int]] = {}
-    told: dict[str, Any] = {}
-
-    def write(name: str) -> None:
-        cache, token, text = DynamicCache(), ids, []
-        for _ in range(n_steps):
-            begin = time.process_time()
-            token = model(token, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-            taken[name].append(time.process_time() - begin)
-            text.append(int(token))
-        del taken[name][-n_steps]  # the prompt's
-        texts[name] = text
-
-    with bem:
-        write("plain")  # warm
-        taken["plain"].clear()
-        for _ in range(n_rounds):
-            write("plain")
-            with speculating(bem) as foretelling:
-                write("foretold")
-            told = foretelling.stats()
-        code, limits = torch.ones(1, bem.config.rank), []
-        for _ in range(50):
-            begin = time.process_time()
-            bem.governor.apply({True: code, False: code})
-            limits.append(time.process_time() - begin)
-    medians = {name: 1000 * statistics.median(times) for name, times in taken.items()}
-    return {
-        "model": "SmolLM2-135M-Instruct, bf16, rank 8, 60 sites, chunks of 8, random weights",
-        "steps_of_each": len(taken["plain"]),
-        "milliseconds_a_step": medians,
-        "spared_percent": 100 * (1 - medians["foretold"] / medians["plain"]),
-        "milliseconds_of_limits": 1000 * statistics.median(limits),
-        "same_text": texts["plain"] == texts["foretold"],
-        **told,
-    }
-
-
 def main() -> None:
     """Measure, show, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "benchmarks" / "bem_schedules.json")
-    parser.add_argument("--only", nargs="+", choices=("speculation", "levels"), default=("speculation", "levels"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.is_file() else {}
-    for name in options.only:
-        if name == "speculation":
-            found[name] = speculation(4, 64)
-        else:
-            pairs = [(seed, price) for seed in range(options.seeds) for price in PRICES]
-            found[name] = [learned_levels(seed, price, options.steps) for seed, price in pairs]
-        print(json.dumps(found[name]))
-        write_text_atomically(options.json, json.dumps({**found, **about()}, indent=2) + "\n")
+    # What the file has of foretold codes stays: `docs/decisions.md` says why nothing measures them any more.
+    pairs = [(seed, price) for seed in range(options.seeds) for price in PRICES]
+    found["levels"] = [learned_levels(seed, price, options.steps) for seed, price in pairs]
+    print(json.dumps(found["levels"]))
+    write_text_atomically(options.json, json.dumps({**found, **about()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from probemon.adapters.bem.evaluation import gates
-from probemon.adapters.bem.evaluation.statistics import compare, pareto, pareto_shares
+from perf_study import gates
+from perf_study.comparisons import compare, pareto, pareto_shares
 
 BUDGET = 3_072
 # What is planted, where; and what a student of that form has of settings that no budget decides.

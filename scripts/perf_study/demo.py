@@ -21,11 +21,11 @@ from transformers import DynamicCache
 
 from domain_arms import METHODS, ROUTED, Results, made
 from domains import DOMAINS, Domains
-from probemon.adapters.bem.evaluation import gates
+from perf_study import gates
+from perf_study.comparisons import compare, pareto, pareto_shares
 from probemon.adapters.bem.evaluation.budget import flops
 from probemon.adapters.bem.evaluation.latency import Timed, median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
-from probemon.adapters.bem.evaluation.statistics import compare, pareto, pareto_shares
 
 N_ROUNDS = 120
 REFERENCE = "lora"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from probemon.adapters.bem.evaluation.statistics import compare
+from perf_study.comparisons import compare
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 340, 62, 46, 14, 170
 AXES = {

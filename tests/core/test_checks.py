@@ -177,7 +177,7 @@ TABLE = [
     of(BemConfig, "active", count("active", 3, 1), form="rank_mask"),
     of(BemConfig, "terms", count("terms", 3, 1), form="kronecker"),
     of(TrainSettings, "budget", count("budget", 3, 1, none=True), n_steps=3),
-    *(of(FallbackPolicy, name, count(name, 3, 1)) for name in ("n_baseline", "n_failures", "n_successes")),
+    *(of(FallbackPolicy, name, count(name, 3, 1)) for name in ("n_baseline", "n_failures")),
     of(FallbackPolicy, "window", count("window", 30, 1)),
     of(FallbackPolicy, "min_confidence", number("min_confidence", 0.5, -0.1, 1)),
     of(FallbackPolicy, "latency_factor", number("latency_factor", 1.5, 1, 0.5, none=True)),

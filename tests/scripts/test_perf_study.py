@@ -9,8 +9,8 @@ import pytest
 import bem_reason
 from perf_study import report
 from perf_study.demo import frontiers, verdicts
+from perf_study.gates import FAILED, NOT_JUDGED, PASSED
 from perf_study.kept import code_mark, kept
-from probemon.adapters.bem.evaluation.gates import FAILED, NOT_JUDGED, PASSED
 from probemon.adapters.bem.evaluation.latency import Timed
 
 METHODS = ("base", "lora", "low_rank", "film", "x-lora")

@@ -7,9 +7,9 @@ import torch
 
 import perf_track
 from perf_study import report
+from perf_study.gates import NOT_JUDGED, PASSED
 from perf_track import Task, claims, divergence, integrity, learn, verdicts
 from probemon.adapters.bem import attach_bem
-from probemon.adapters.bem.evaluation.gates import NOT_JUDGED, PASSED
 
 MACHINE = {"cpu": "one", "threads": 1, "torch": "2"}
 

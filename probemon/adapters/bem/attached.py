@@ -23,18 +23,17 @@ from transformers import Cache
 
 from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.controller import Codes, Controller
-from probemon.adapters.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks
+from probemon.adapters.bem.fallback import FallbackGuard, FallbackPolicy, Fallbacks
 from probemon.adapters.bem.form_governance import FormGovernor
 from probemon.adapters.bem.forwards import Steered
 from probemon.adapters.bem.governance import Governor
-from probemon.adapters.bem.host_hooks import HostHooks, take_layer_hook
+from probemon.adapters.bem.host_hooks import Host, HostHooks, take_layer_hook
 from probemon.adapters.bem.int8 import make_int8
 from probemon.adapters.bem.levels import LearnedLevels
 from probemon.adapters.bem.measures import Measured
 from probemon.adapters.bem.saved import check_host, check_kept, read_saved, write_saved
 from probemon.adapters.bem.sharded import check_spread
 from probemon.adapters.bem.sites import device_of, find_sites, make_updates
-from probemon.adapters.bem.speculation import Speculation
 from probemon.adapters.bem.state import ControllerState, States
 from probemon.adapters.bem.update import choose_impl
 from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
@@ -42,6 +41,7 @@ from probemon.host.adapters import KNOWN, OWN
 from probemon.host.cache import n_cached
 from probemon.host.internals import cache_layers, forget_hook_free_graphs, keys_and_values, tensor_parallel_size
 from probemon.host.model import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
+from probemon.monitor.breaker import Circuit
 
 
 def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
@@ -95,8 +95,7 @@ class Bem(nn.Module):
         check_spread(config, fallback, impl, n_ranks)
         decoder, layers = find_layers(host)
         KNOWN.add(self)
-        # In a tuple: as attributes they would be parts of this module.
-        self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)
+        self._host = Host(host, decoder, layers)  # a tuple: as attributes they would be parts of this module
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         read_layer = layers[config.read_layer]
         devices = [device_of(module) for module in (read_layer, *(site.module for site in self.sites))]
@@ -115,7 +114,6 @@ class Bem(nn.Module):
         governor = Governor if config.form == "low_rank" else FormGovernor
         self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
         self.steered, self.measured, self._enabled = Steered(), Measured(), True
-        self.speculation: Speculation | None = None  # while `speculating`
         self._states, self._stack = States(), ExitStack()
         self._hooks: HostHooks | None = None  # while it is attached
 
@@ -123,8 +121,6 @@ class Bem(nn.Module):
         """Return codes `[B * T, ..]` by site key as sites take them, within the limits. `training`: the host is."""
         if self.levels is not None:
             return self.levels.limit(codes, self.governor, training)
-        if self.speculation is not None and not torch.is_grad_enabled():
-            return self.speculation.limited(codes)
         groups = {site.chunked for site in self.sites}
         by_group = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in groups}
         return self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in by_group.items()})
@@ -139,7 +135,7 @@ class Bem(nn.Module):
         self.measured.ask(self)
         stack.callback(self._stop_measuring)
         for number in sorted(self.measured.layers):
-            stack.callback(layers[number].register_forward_hook(take_layer_hook(self, number)).remove)
+            stack.callback(layers[number].register_forward_hook(take_layer_hook(lambda: self._hooks, number)).remove)
 
     def _stop_measuring(self) -> None:
         self.measured.n_asking -= 1
@@ -149,12 +145,12 @@ class Bem(nn.Module):
     @property
     def host(self) -> Any:
         """The transformers model that it is for, without the wrappers of torch.compile and PEFT."""
-        return self._host[0]
+        return self._host.model
 
     @property
     def open(self) -> bool:
         """Whether it is on its host."""
-        return self._hooks is not None and self._hooks.owner.open
+        return self._hooks is not None and self._hooks.open
 
     @property
     def enabled(self) -> bool:
@@ -176,7 +172,7 @@ class Bem(nn.Module):
         return Fallbacks() if self._guard is None else self._guard.counts
 
     @property
-    def breaker(self) -> CircuitBreaker | None:
+    def breaker(self) -> Circuit | None:
         """What leaves the controller out after failures; None without a `FallbackPolicy`."""
         return None if self._guard is None else self._guard.breaker
 
@@ -188,7 +184,7 @@ class Bem(nn.Module):
             self._check_alone()
         with ExitStack() as stack:
             stack.callback(setattr, self, "_hooks", None)
-            hooks = HostHooks(self, self._states)
+            hooks = HostHooks(self, self._host, self._states)
             hooks.attach(stack)
             self._hooks, self._stack = hooks, stack.pop_all()
         self.governor.forget_host_norm()  # the host may have changed meanwhile

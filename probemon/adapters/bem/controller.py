@@ -217,7 +217,16 @@ class Controller(nn.Module):
             token = self._code(self.token, torch.cat([z, summary], dim=-1), confidence)
         if chunks.energy is not None:
             level = self.level_of(chunks.energy)[rows, chunks.at]
-        codes = self._codes(prefix, chunk, token, confidence, before.n, real, level, torch.zeros_like(real))
+        codes = self._codes(
+            prefix=prefix,
+            chunk=chunk,
+            token=token,
+            confidence=confidence,
+            n_before=before.n,
+            real=real,
+            level=level,
+            fallback=torch.zeros_like(real),
+        )
         return z, carry, codes if packing is None else codes.packed(packing)
 
     def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
@@ -253,7 +262,16 @@ class Controller(nn.Module):
         ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.code_size)
         prefix, chunk, token = (None if router is None else ones for router in (self.prefix, self.chunk, self.token))
         confidence = torch.where(real, self.query.new_tensor(math.nan), 0.0)
-        return self._codes(prefix, chunk, token, confidence, n, real, state.level, real.clone())
+        return self._codes(
+            prefix=prefix,
+            chunk=chunk,
+            token=token,
+            confidence=confidence,
+            n_before=n,
+            real=real,
+            level=state.level,
+            fallback=real.clone(),
+        )
 
     def _codes(
         self,
@@ -268,7 +286,16 @@ class Controller(nn.Module):
     ) -> Codes:
         n, size = n_before[:, None] + real.cumsum(dim=1) - 1, self.config.chunk_tokens
         chunk_index, boundary = torch.where(real, n // size, -1), real & (n % size == 0)
-        return Codes(prefix, chunk, token, self._level(n, level), confidence, chunk_index, boundary, fallback)
+        return Codes(
+            prefix=prefix,
+            chunk=chunk,
+            token=token,
+            level=self._level(n, level),
+            confidence=confidence,
+            chunk_index=chunk_index,
+            boundary=boundary,
+            fallback=fallback,
+        )
 
     def resume(self, state: ControllerState) -> Carry:
         """Return the carry of a state. Where it was cut back or only fed, read all of it again first."""

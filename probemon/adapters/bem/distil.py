@@ -130,7 +130,7 @@ class _Moments:
     @classmethod
     def of_rank(cls, rank: int) -> _Moments:
         vector, matrix = torch.zeros(rank, dtype=torch.float64), torch.zeros(rank, rank, dtype=torch.float64)
-        return cls(0, vector, 0.0, 0.0, vector, matrix, matrix, matrix)
+        return cls(n=0, first=vector, distance=0.0, norm=0.0, codes=vector, inputs=matrix, cross=matrix, outputs=matrix)
 
     def add(self, codes: Tensor, p: Tensor) -> None:
         if not self.n:
@@ -281,7 +281,15 @@ def distil_trained(
         with mode(host, training=False):
             history = fit([factor for pair in factors.values() for factor in pair], loss_of, batches, settings)
         trained = {name: (a.detach().cpu(), b.detach().cpu()) for name, (a, b) in factors.items()}
-        lora = StaticLora(rank, scale * rank, trained, "trained", None, nearest.base_model, begin)
+        lora = StaticLora(
+            rank=rank,
+            alpha=scale * rank,
+            factors=trained,
+            method="trained",
+            error=None,
+            base_model=nearest.base_model,
+            start=begin,
+        )
         last = history.losses[-max(1, settings.n_steps // 10) :]
         candidates.append((sum(last) / len(last), lora, history))
     return min(candidates, key=lambda candidate: candidate[0])[1:]

@@ -40,22 +40,22 @@ from probemon.adapters.bem.controller import Codes, Controller
 from probemon.adapters.bem.memory import is_out_of_memory
 from probemon.adapters.bem.state import Carry, ControllerState
 from probemon.errors import ConfigError, ProbemonError
+from probemon.monitor.breaker import HALF_OPEN, OPEN, Breaker, Circuit
 from probemon.util.checks import LARGEST, check_count, check_number, shown
 
 LOG = logging.getLogger("probemon")
-CLOSED, OPEN, HALF_OPEN = "closed", "open", "half-open"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackPolicy:
-    """When codes fall back. The defaults of the breaker are those of the source. Raises `ConfigError`.
+    """When codes fall back. Raises `ConfigError`.
 
     `min_confidence`: tokens under it fall back; 0 for none.
     `latency_factor`: a call fails that takes longer than this times the baseline of its kind; None for no limit.
     `n_baseline`: the baseline is the median of so many first calls.
     `window`, `n_failures`: the breaker opens at `n_failures` among the last `window` calls.
-    `open_seconds`: how long it stays open.
-    `n_successes`: it closes after so many in a row.
+    `open_seconds`: how long it stays open; then one call is tried, and closes it, or opens it for twice as long as
+    before, up to 16 times the first.
     `clock`: returns seconds.
     """
 
@@ -65,11 +65,10 @@ class FallbackPolicy:
     window: int = 20
     n_failures: int = 5
     open_seconds: float = 60.0
-    n_successes: int = 3
     clock: Callable[[], float] = field(default=time.perf_counter, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("n_baseline", "window", "n_failures", "n_successes"):
+        for name in ("n_baseline", "window", "n_failures"):
             check_count(name, getattr(self, name), least=1, remedy="give 1 or more")
         if self.n_failures > self.window:
             raise ConfigError(
@@ -81,93 +80,9 @@ class FallbackPolicy:
         if self.latency_factor is not None:
             remedy = "give a number over 1, or None for no limit"
             check_number("latency_factor", self.latency_factor, low=1, high=LARGEST, open_low=True, remedy=remedy)
-        check_number("open_seconds", self.open_seconds, low=0, high=LARGEST, remedy="give 0 or more")
+        check_number("open_seconds", self.open_seconds, low=0, high=LARGEST, open_low=True, remedy="give over 0")
         if not callable(self.clock):
             raise ConfigError(f"clock is {shown(self.clock)}: give what returns seconds, such as time.perf_counter")
-
-
-class CircuitBreaker:
-    """Stops asking what keeps failing, and tries again later (Nygard 2007). Any number of threads may use it.
-
-        if breaker.allows():
-            breaker.record(failed=False, seconds=0.01, kind="decode")
-
-    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: one failure opens it again).
-    """
-
-    def __init__(self, policy: FallbackPolicy | None = None) -> None:
-        self.policy = policy or FallbackPolicy()
-        self.n_opened = 0
-        self._lock = threading.Lock()
-        self._state, self._opened_at, self._n_fine = CLOSED, 0.0, 0
-        self._calls: deque[bool] = deque(maxlen=self.policy.window)
-        self._first: dict[Hashable, list[float]] = {}
-        self._baseline: dict[Hashable, float] = {}
-
-    @property
-    def state(self) -> str:
-        """What it is now."""
-        with self._lock:
-            return self._current_state()
-
-    def baseline(self, kind: Hashable = None) -> float | None:
-        """Seconds that a call of this kind takes; None while too few were seen."""
-        with self._lock:
-            return self._baseline.get(kind)
-
-    def allows(self) -> bool:
-        """Whether to make the call."""
-        with self._lock:
-            return self._current_state() != OPEN
-
-    def record(self, *, failed: bool, seconds: float | None = None, kind: Hashable = None) -> None:
-        """Note how a call went that it allowed. Calls of one `kind` should take about as long as each other. Raises
-        `ConfigError` where `seconds` is no duration.
-        """
-        if seconds is not None:
-            remedy = "give how long the call took, 0 or more, or None"
-            check_number("seconds", seconds, low=0, high=LARGEST, remedy=remedy)
-        with self._lock:
-            state = self._current_state()
-            if state == OPEN:
-                return  # another thread opened it meanwhile
-            failed = failed or (seconds is not None and self._slow(kind, seconds))
-            self._calls.append(failed)
-            if state == HALF_OPEN:
-                self._n_fine += 1
-                if failed:
-                    self._open("a call on trial failed")
-                elif self._n_fine >= self.policy.n_successes:
-                    self._state = CLOSED
-                    self._calls.clear()
-                    LOG.info("the controller is used again: %d calls on trial went well", self._n_fine)
-            elif sum(self._calls) >= self.policy.n_failures:
-                self._open(f"{sum(self._calls)} of the last {len(self._calls)} calls failed or were slow")
-
-    def _current_state(self) -> str:
-        if self._state == OPEN and self.policy.clock() - self._opened_at >= self.policy.open_seconds:
-            self._state, self._n_fine = HALF_OPEN, 0
-        return self._state
-
-    def _open(self, why: str) -> None:
-        self._state, self._opened_at = OPEN, self.policy.clock()
-        self._calls.clear()
-        self.n_opened += 1
-        LOG.warning(
-            "the controller is left out for %g s, all codes are the static ones: %s", self.policy.open_seconds, why
-        )
-
-    def _slow(self, kind: Hashable, seconds: float) -> bool:
-        if self.policy.latency_factor is None:
-            return False
-        baseline = self._baseline.get(kind)
-        if baseline is not None:
-            return seconds > self.policy.latency_factor * baseline
-        first = self._first.setdefault(kind, [])
-        first.append(seconds)
-        if len(first) == self.policy.n_baseline:
-            self._baseline[kind] = statistics.median(self._first.pop(kind))
-        return False
 
 
 @dataclass(frozen=True)
@@ -196,12 +111,17 @@ class FallbackGuard:
     """
 
     def __init__(self, policy: FallbackPolicy) -> None:
-        self.policy, self.breaker, self.counts = policy, CircuitBreaker(policy), Fallbacks()
+        self.policy, self.counts = policy, Fallbacks()
+        # It is told of one error, when enough calls failed. No jitter: what is tried again is this process's own.
+        self.breaker = Circuit(Breaker(errors=1, retry_after=policy.open_seconds), policy.clock, lambda: 0.0)
         self._lock = threading.Lock()
+        self._calls: deque[bool] = deque(maxlen=policy.window)
+        self._first: dict[Hashable, list[float]] = {}
+        self._baseline: dict[Hashable, float] = {}
 
     def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
         self._count(n_forwards=1)
-        if not self.breaker.allows():
+        if self.breaker.pauses():
             self._count(n_refused=1)
             return self._static(controller, hidden, real, state)
         n_read = state.n_columns
@@ -215,21 +135,56 @@ class FallbackGuard:
             seconds = self.policy.clock() - begin
         except Exception as error:
             if isinstance(error, ProbemonError) or is_out_of_memory(error):
+                self.breaker.untold()
                 raise
-            self.breaker.record(failed=True)
+            self._record(failed=True)
             reason = f"{type(error).__name__}: {error}"
             self._count(n_failed=1, last_error=reason)
             LOG.warning("the controller failed, this forward's codes are the static ones: %s", reason)
             return self._static(controller, hidden, real, state, fed=state.n_columns > n_read)
         # About as much to compute: as many tokens, to 41 %, and whether chunks may be completed.
         kind = (round(2 * math.log2(max(1, real.numel()))), state.inside)
-        self.breaker.record(failed=any_bad and self._newly_lost(before, bad), seconds=seconds, kind=kind)
+        self._record(failed=self._slow(kind, seconds) or (any_bad and self._newly_lost(before, bad)))
         self._count(n_not_finite=int(any_bad), n_unsure=int(any_unsure))
         if not (any_bad or any_unsure):
             return codes
         fallback = bad | unsure
         static = {name: torch.where(fallback[..., None], 1.0, code) for name, code in codes.by_level().items()}
         return codes.replace(fallback=fallback, **static)
+
+    def _record(self, *, failed: bool) -> None:
+        """Note how a call went."""
+        with self._lock:
+            state = self.breaker.state
+            if state == OPEN:  # another thread opened it meanwhile
+                return
+            self._calls.append(failed)
+            n_failed, n_calls = sum(self._calls), len(self._calls)
+            if not failed:
+                self.breaker.succeeded()
+            elif state == HALF_OPEN or n_failed >= self.policy.n_failures:
+                self._calls.clear()
+                self.breaker.failed()
+                LOG.warning(
+                    "the controller is left out, all codes are the static ones: %d of the last %d calls failed or were"
+                    " slow",
+                    n_failed,
+                    n_calls,
+                )
+
+    def _slow(self, kind: Hashable, seconds: float) -> bool:
+        """Whether a call took too long beside the first ones of its kind."""
+        if self.policy.latency_factor is None:
+            return False
+        with self._lock:
+            baseline = self._baseline.get(kind)
+            if baseline is not None:
+                return seconds > self.policy.latency_factor * baseline
+            first = self._first.setdefault(kind, [])
+            first.append(seconds)
+            if len(first) == self.policy.n_baseline:
+                self._baseline[kind] = statistics.median(self._first.pop(kind))
+            return False
 
     def _faults(self, codes: Codes, real: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens whose codes are not finite, and others of too little confidence: `[B, T]` bool both."""

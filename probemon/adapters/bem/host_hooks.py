@@ -1,7 +1,7 @@
 """HostHooks: what an adapter runs in each forward of its host, and around each generate().
 
     with ExitStack() as stack:
-        HostHooks(bem, states).attach(stack)             # on its way out the stack takes everything off
+        HostHooks(bem, host, states).attach(stack)       # on its way out the stack takes everything off
 
 Hooks run before the decoder (which columns and tokens this forward has, and the state of its cache), before layer
 `read_layer` (the controller, once), after each site (the update), and after the decoder (no site was left out). Four
@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,14 @@ LOG = logging.getLogger("probemon")
 _ZEROS = torch.finfo(torch.float32).tiny  # an eps by which rows of zeros are left out, and no others that matter
 
 
+class Host(NamedTuple):
+    """The model that an adapter is for, its decoder, and the decoder's layers."""
+
+    model: Any
+    decoder: Any
+    layers: nn.ModuleList
+
+
 class _Owner:
     """Says to the shadows whether the adapter is on. They do not ask the adapter, which would keep the host alive."""
 
@@ -84,18 +92,23 @@ class _ThreadState(threading.local):
 class HostHooks:
     """An adapter's hooks and shadows on its host. `n_generating`: generate() calls under way, in all threads."""
 
-    def __init__(self, bem: Bem, states: States) -> None:
+    def __init__(self, bem: Bem, host: Host, states: States) -> None:
         self._bem, self._states, self._controller = bem, states, bem.controller
-        self._host, self._decoder, self._layers = bem._host
+        self._host, self._decoder, self._layers = host
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
         self._checkpoints = Checkpoints(list(self._layers)[bem.config.read_layer :], self._run_within, self._read)
         # Another one each time: a shadow of an earlier time may lie under someone else's, and must not wake up.
-        self.owner, self._thread = _Owner(), _ThreadState()
+        self._owner, self._thread = _Owner(), _ThreadState()
         self._lock, self.n_generating = threading.Lock(), 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the adapter is on its host."""
+        return self._owner.open
 
     def attach(self, stack: ExitStack) -> None:
         """Put every hook and shadow on the host; `stack` takes them off."""
-        bem, host, decoder, owner = self._bem, self._host, self._decoder, self.owner
+        bem, host, decoder, owner = self._bem, self._host, self._decoder, self._owner
         # With this setting torch would run a graph again that was made without our hooks.
         forget_hook_free_graphs()
         forget_compiled(host)
@@ -292,7 +305,7 @@ class HostHooks:
 
     def _run_within(self, forward: Forward, by_leaf: bool, what: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a part of a forward, now or in the backward pass, in whatever thread that runs."""
-        if not self.owner.open:
+        if not self._owner.open:
             raise BemError(
                 "the backward pass runs the host's layers again (gradient checkpointing), and the adapter that was on"
                 " them is off: detach it, or set another one, after the backward pass"
@@ -414,12 +427,13 @@ class HostHooks:
         return forward
 
 
-def take_layer_hook(bem: Bem, layer: int) -> Callable[..., Any]:
+def take_layer_hook(hooks_now: Callable[[], HostHooks | None], layer: int) -> Callable[..., Any]:
     """Return a forward hook for a layer, which gives what it hands on to the hooks that the adapter has then."""
 
     def take_layer(module: nn.Module, args: Any, output: Any) -> None:
-        if bem._hooks is not None:
-            bem._hooks.take_layer(layer, output)
+        hooks = hooks_now()
+        if hooks is not None:
+            hooks.take_layer(layer, output)
 
     return _hook(take_layer)
 

@@ -127,9 +127,9 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
     recorded: list[Decisions] = []
 
     def act(codes: Codes) -> Codes:
-        drawn = draw(codes, policy, generator, acts)
-        recorded.append(Decisions(drawn.log_prob.sum(dim=1), drawn.decides.sum(dim=1), drawn.actions))
-        return drawn.codes
+        steering, decisions = draw(codes, policy, generator, acts)
+        recorded.append(decisions)
+        return steering
 
     check_policy(bem, policy)
     with hooked_codes(bem, act):
@@ -158,34 +158,21 @@ def check_policy(bem: Bem, policy: Policy) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """What a policy did in one forward: the `codes` that steer it, and of each token `[B, T]` whether a decision was
-    made (`decides`), its `log_prob` with a gradient (0 where none was made), the action that it takes (`actions
-    [B, T, r]`), and which level's code that replaces (`level`); `acts` as it was given.
+def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor) -> tuple[Codes, Decisions]:
+    """Return the codes that steer one forward where a policy decides at the tokens `acts [B, T]` bool, and what it
+    decided.
     """
-
-    codes: Codes
-    decides: Tensor
-    log_prob: Tensor
-    actions: Tensor
-    level: Tensor
-    acts: Tensor
-
-
-def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor, before: Drawn | None = None) -> Drawn:
-    """Let a policy decide about one forward's codes, at the tokens `acts [B, T]` bool. `before`: what it did in the
-    forward of the columns right before these, whose last decision may hold on.
-    """
-    level = levels_taken(codes)
+    used = list(codes.by_level())
+    # The level of the code that sites take at each token [B, T].
+    level = torch.full_like(codes.level, LEVELS.index(used[0])) if len(used) == 1 else codes.level
     proposed = codes.adaptive()
-    decides = _decides(codes, level, acts, before)
+    decides = _decides(codes, level, acts)
     drawn = proposed.detach().clone()
     drawn[decides] = policy.sample(proposed[decides], generator)
     log_prob = torch.zeros(decides.shape, dtype=proposed.dtype, device=proposed.device).masked_scatter(
         decides, policy.log_prob(proposed[decides], drawn[decides])
     )
-    held = torch.cat([drawn[:, :1] if before is None else before.actions[:, -1:], drawn], dim=1)
+    held = torch.cat([drawn[:, :1], drawn], dim=1)
     columns = torch.arange(1, decides.shape[1] + 1, device=decides.device)
     latest = torch.where(decides, columns, 0).cummax(dim=1).values
     actions = held.gather(1, latest[..., None].expand_as(drawn))
@@ -194,21 +181,13 @@ def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor,
         name: torch.where((level == LEVELS.index(name))[..., None], actions, code.detach())
         for name, code in codes.by_level().items()
     }
-    return Drawn(codes.replace(**replaced), decides, log_prob, actions, level, acts)
+    return codes.replace(**replaced), Decisions(log_prob.sum(dim=1), decides.sum(dim=1), actions)
 
 
-def levels_taken(codes: Codes) -> Tensor:
-    """Return of which level the code is that sites take at each token `[B, T]`."""
-    used = list(codes.by_level())
-    return torch.full_like(codes.level, LEVELS.index(used[0])) if len(used) == 1 else codes.level
-
-
-def _decides(codes: Codes, level: Tensor, acts: Tensor, before: Drawn | None) -> Tensor:
+def _decides(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
     """Where a new action is drawn `[B, T]` bool: where a code may change, and where the policy or a level begins."""
     begins = torch.ones_like(acts)
     begins[:, 1:] = ~acts[:, :-1] | (level[:, 1:] != level[:, :-1])
-    if before is not None:
-        begins[:, 0] = ~before.acts[:, -1] | (level[:, 0] != before.level[:, -1])
     return acts & ((level == TOKEN) | codes.boundary | begins)
 
 

@@ -35,7 +35,8 @@ def multipliers(bem: Bem) -> dict[str, float]:
     """Return by site key how much of its update arrives in its layer's hidden state, for the sites of which a trial
     on a twin shows that nothing else becomes of it.
     """
-    host, _, layers = bem._host
+    host = bem.host
+    _, layers = find_layers(host)
     # Any other number may be of the twin's own size, such as of how many layers it has.
     stated = (1.0, float(getattr(text_config(host), "residual_multiplier", None) or 1.0))
     shares = Abilities(host).on_twin("residual", arriving) or {}

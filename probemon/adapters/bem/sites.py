@@ -103,7 +103,15 @@ def find_site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks:
         if isinstance(linear, nn.Linear):
             shard = shard_of(linear, f"{kind}.{layer}", n_ranks)
             mergeable = linear is children[name]
-            return Site(kind, layer, children[name], linear.in_features, linear.out_features, mergeable, shard)
+            return Site(
+                kind=kind,
+                layer=layer,
+                module=children[name],
+                n_in=linear.in_features,
+                n_out=linear.out_features,
+                mergeable=mergeable,
+                shard=shard,
+            )
     if kind == "down" and "experts" in children:
         return Site(kind, layer, block, width, width, False)
     raise NotSupportedHost(

@@ -6,7 +6,12 @@ probemon bem train ./my-model answers.jsonl --out adapter/ --layers 20-29 --budg
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +22,17 @@ from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, as_dict,
 from probemon.cli.common import load_aloud, progress_bar, use_threads
 from probemon.cli.options import AsJson, Device, Dtype, Model, Threads
 from probemon.cli.terminal import answer, say
-from probemon.errors import ConfigError
+from probemon.errors import BemError, BemFileError, ConfigError, MissingExtra
+from probemon.util.files import write_text_atomically
 from probemon.util.strict_json import loads
 
 if TYPE_CHECKING:
-    from probemon.adapters.bem import BemConfig
-    from probemon.adapters.bem.course import Course
+    from probemon.adapters.bem import Bem, BemConfig
+    from probemon.adapters.bem.losses import Batch, LossWeights
+    from probemon.adapters.bem.training import TrainSettings
 
 _CHOOSE = 0.1  # of the documents
+_UNFINISHED, _RECORD = "unfinished.json", "training.json"
 
 
 def train(
@@ -59,9 +67,10 @@ def train(
     batch: BatchRows = 8,
     most_tokens: MostTokens = 512,
     held_out: Annotated[float, typer.Option(help="Share of the documents that only measures, in the end.")] = 0.2,
-    evaluate_every: Annotated[int, typer.Option(help="Steps between looks at the documents that choose.")] = 20,
+    evaluate_every: Annotated[
+        int, typer.Option(help="Steps between looks at the documents that choose; each writes a checkpoint.")
+    ] = 20,
     patience: Annotated[int, typer.Option(help="Looks without a lower loss after which training stops.")] = 5,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 20,
     seed: Annotated[int, typer.Option(help="Of parameters, of the split and of the order of rows.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -88,6 +97,11 @@ def train(
         )
     config = BemConfig.from_dict({**named, **others})
     check_sizes(most_tokens, batch)
+    for name, value in (("evaluate-every", evaluate_every), ("patience", patience)):
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}: give 1 or more")
+    if device.startswith("cuda:"):
+        raise ConfigError(f"--device is {device}: give cuda, and choose the GPU by CUDA_VISIBLE_DEVICES")
     if not 0 < held_out <= 0.8:
         raise ConfigError(f"--held-out is {held_out}: give over 0, at most 0.8")
     if not 0 < epochs < math.inf:
@@ -113,21 +127,9 @@ def train(
     }
     n_steps = math.ceil(epochs * len(batches["train"]))
     settings = TrainSettings(n_steps=n_steps, lr=lr, n_warmup=min(10, n_steps // 10), seed=seed)
-    from probemon.adapters.bem.course import Course
-
     with attach_bem(host, config) as bem:
-        course = Course(
-            bem,
-            batches["train"],
-            settings,
-            out,
-            choose=batches["choose"],
-            weights=weights,
-            evaluate_every=evaluate_every,
-            patience=patience,
-            save_every=save_every,
-        )
-        _run(course, quiet=as_json)
+        looks = _Looks(batches["choose"], evaluate_every, patience)
+        course = _train(bem, batches["train"], settings, weights, looks, out, quiet=as_json)
         with progress_bar("held out", total=len(parts["test"]), unit="row") as bar:
             measured = measure(bem, batches["test"], [documents[i] for i in parts["test"]], bar.update)
     told = {
@@ -135,33 +137,186 @@ def train(
         "trainable": n_trainable,
         "share_of_host": n_trainable / n_host,
         "rows": {name: len(part) for name, part in parts.items()},
-        **{name: value for name, value in course.record().items() if name not in ("settings", "losses", "chosen_by")},
+        **{name: value for name, value in course.items() if name not in ("losses", "chosen_by")},
         "held_out": as_dict(measured),
     }
     if as_json:
         answer(told)
         return
     of_host = f"{n_trainable:,} trainable numbers, {100 * n_trainable / n_host:.2f} % of the host's {n_host:,}"
-    stopped = "stopped early" if course.stopped_early else "every step done"
+    stopped = "stopped early" if course["stopped_early"] else "every step done"
     say(
         f"{out}: {size_of(config)} at {len(bem.sites)} sites, {of_host}",
-        f"{len(course.steps)} steps ({stopped}); the best is that after step {told['best_step'] + 1}",
+        f"{course['n_steps']} steps ({stopped}); the best is that after step {course['best_step'] + 1}",
     )
     say_measured(measured)
 
 
-def _run(course: Course, *, quiet: bool) -> None:
-    if course.n_resumed and not quiet:
-        say(f"going on from step {course.n_resumed}", error=True)
-    with progress_bar("train", total=course.settings.n_steps, unit="step", postfix=", loss {postfix}") as bar:
-        bar.update(course.n_resumed)
+@dataclass(frozen=True)
+class _Looks:
+    """Batches that choose the best parameters and when to stop: looked at every so many steps, until the loss has not
+    fallen for `patience` looks.
+    """
+
+    batches: Sequence[Batch]
+    every: int
+    patience: int
+
+
+def _train(
+    bem: Bem,
+    batches: Sequence[Batch],
+    settings: TrainSettings,
+    weights: LossWeights,
+    looks: _Looks,
+    out: Path,
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Train by transformers' Trainer, from the last checkpoint in `out` if it has one, save the best adapter there and
+    return what happened. Raises `BemFileError` for checkpoints of another training, `BemError` for a loss that is not
+    finite, `MissingExtra`.
+    """
+    import torch
+    from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    from probemon.adapters.bem.training import Objective, evaluate, parameter_groups
+
+    class ByLoss(Trainer):
+        """A Trainer that chooses by the loss of labels, each counted once, and stops where a loss is no number."""
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            if not math.isfinite(loss):
+                raise BemError(
+                    f"step {self.state.global_step}: the loss is {float(loss)}: lower lr ({settings.lr}) or look into"
+                    " this batch"
+                )
+            return loss
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            metrics = {"eval_loss": evaluate(bem.host, looks.batches)}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    class Bar(TrainerCallback):
         chosen_by = "-"
-        for step in course:
-            if step.chosen_by is not None:
-                chosen_by = f"{step.chosen_by:.4f}"
-            bar.set_postfix_str(f"{step.loss:.4f}, of those that choose {chosen_by}", refresh=False)
-            bar.update()
-    course.finish()
+
+        def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            logs = others["logs"]
+            if "eval_loss" in logs:
+                self.chosen_by = f"{logs['eval_loss']:.4f}"
+            if "loss" in logs:
+                bar.set_postfix_str(f"{logs['loss']:.4f}, of those that choose {self.chosen_by}", refresh=False)
+                bar.update(state.global_step - bar.n)
+
+    _check_unfinished(bem, [*batches, *looks.batches], settings, weights, looks, out)
+    checkpoint = _last_checkpoint(out)
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(out.resolve()),
+            max_steps=settings.n_steps,
+            per_device_train_batch_size=1,  # of our batches
+            max_grad_norm=settings.max_grad_norm or 0.0,
+            seed=settings.seed,
+            eval_strategy="steps",
+            eval_steps=looks.every,
+            save_strategy="steps",
+            save_steps=looks.every,
+            save_total_limit=1,  # and the best one
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+            restore_callback_states_from_checkpoint=True,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=bem.controller.query.device.type == "cpu",
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+        )
+    except ImportError as error:
+        raise MissingExtra("bem train needs accelerate: pip install 'probemon[bem]'") from error
+    if arguments.n_gpu > 1:  # the Trainer would copy the adapter to each, and the host stays where it is
+        raise ConfigError(f"{arguments.n_gpu} GPUs are visible, and an adapter learns on one: set CUDA_VISIBLE_DEVICES")
+    optimiser = torch.optim.AdamW(parameter_groups(bem, settings), weight_decay=settings.weight_decay)
+    trainer = ByLoss(
+        Objective(bem, weights),
+        arguments,
+        data_collator=lambda rows: rows[0],
+        train_dataset=list(batches),
+        eval_dataset=list(looks.batches),
+        callbacks=[EarlyStoppingCallback(looks.patience), Bar()],
+        optimizers=(
+            optimiser,
+            torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: settings.lr_at(step) / settings.lr),
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    if checkpoint is not None and not quiet:
+        say(f"going on from step {_step_of(checkpoint)}", error=True)
+    with progress_bar("train", total=settings.n_steps, unit="step", postfix=", loss {postfix}") as bar:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    bem.host.eval()
+    state = trainer.state
+    record = {
+        "n_steps": state.global_step,
+        "stopped_early": state.global_step < settings.n_steps,
+        "best_step": (state.best_global_step or state.global_step) - 1,
+        "best_loss": state.best_metric,
+        "losses": [log["loss"] for log in state.log_history if "loss" in log],
+        "chosen_by": [[log["step"] - 1, log["eval_loss"]] for log in state.log_history if "eval_loss" in log],
+    }
+    bem.save_pretrained(out)
+    write_text_atomically(out / _RECORD, json.dumps(record, indent=2) + "\n")
+    for folder in out.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    (out / _UNFINISHED).unlink()
+    return record
+
+
+def _check_unfinished(
+    bem: Bem,
+    batches: Sequence[Batch],
+    settings: TrainSettings,
+    weights: LossWeights,
+    looks: _Looks,
+    out: Path,
+) -> None:
+    """Note in `out` what is trained there, or raise `BemFileError` where that is something else: the Trainer would go
+    on from its checkpoints all the same.
+    """
+    from probemon.adapters.bem.saved import describe, make_folder
+
+    stated = [describe(bem.config, bem.host, bem.sites), asdict(settings), asdict(weights), looks.every, looks.patience]
+    digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+    for batch in batches:
+        digest.update(json.dumps({name: tensor.tolist() for name, tensor in sorted(batch.items())}).encode())
+    note, path = json.dumps({"identity": digest.hexdigest()}) + "\n", out / _UNFINISHED
+    if not path.exists():
+        make_folder(out)
+        write_text_atomically(path, note)
+    elif path.read_text(encoding="utf-8") != note:
+        raise BemFileError(
+            f"{out} has a training of other data, settings, host or adapter: give another folder, or remove it to begin"
+            " again"
+        )
+
+
+def _last_checkpoint(out: Path) -> Path | None:
+    """Return the newest checkpoint that is whole: a kill may have come while one was written, its state last."""
+    for folder in sorted(out.glob("checkpoint-*"), key=_step_of, reverse=True):
+        try:
+            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return folder
+    return None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def other_settings(given: list[str]) -> dict[str, Any]:
@@ -223,9 +378,7 @@ def solved(host: Any, config: BemConfig, budget: str) -> tuple[BemConfig, int, i
 
 def check_folder(out: Path) -> None:
     """Raise `ConfigError` where an adapter's folder is something else already."""
-    from probemon.adapters.bem.course import CHECKPOINT
-
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out is {out}, which is no folder: give another name")
-    if out.is_dir() and any(out.iterdir()) and not (out / CHECKPOINT).exists():
+    if out.is_dir() and any(out.iterdir()) and not (out / _UNFINISHED).exists():
         raise ConfigError(f"--out is {out}, which is there, and is no unfinished training: give another name")

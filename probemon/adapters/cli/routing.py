@@ -92,7 +92,15 @@ def routing(
     else:
         view = LiveRouting(console, title=f"{model} routing")
     with view:
-        n_generated = _generate(host, tokenizer, prompt, max_new_tokens, monitor, view, sink)
+        n_generated = _generate(
+            host=host,
+            tokenizer=tokenizer,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            monitor=monitor,
+            view=view,
+            sink=sink,
+        )
     report = monitor.report()
     summary(console, report)
     if as_json:

@@ -112,12 +112,12 @@ class LtmConfig(PretrainedConfig):
     def memory_shape(self) -> MemoryShape:
         """Return the sizes of each memory."""
         return MemoryShape(
-            self.hidden_size,
-            self.memory_dim,
-            self.memory_slots,
-            self.segment_size,
-            self.compression,
-            self.adaptive_mass,
-            self.decay,
-            self.detach_every,
+            hidden_size=self.hidden_size,
+            memory_dim=self.memory_dim,
+            slots=self.memory_slots,
+            segment=self.segment_size,
+            compression=self.compression,
+            adaptive_mass=self.adaptive_mass,
+            decay=self.decay,
+            detach_every=self.detach_every,
         )

@@ -230,7 +230,16 @@ class SlotMemory(nn.Module):
         share = update.detach().float().norm(dim=-1) / size.clamp_min(1e-30)
         more = torch.stack([share.double().sum(1), valid.sum(1).double()], dim=1)
         state = replace(state, contribution=state.contribution + more)
-        return MemoryOutput(update, state, p, slot, position, token, weight, share)
+        return MemoryOutput(
+            update=update,
+            state=state,
+            reads=p,
+            top_slot=slot,
+            top_position=position,
+            top_token=token,
+            top_p=weight,
+            contribution=share,
+        )
 
 
 @dataclass(frozen=True)

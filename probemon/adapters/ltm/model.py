@@ -269,14 +269,14 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits `[B, T, V]`, and the loss where there are labels."""
         output = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            output_hidden_states,
-            output_attentions,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])

@@ -364,14 +364,14 @@ class Alerts:
             watch.raised[i], watch.streak[i] = not watch.raised[i], 0
             stream = None if rule.of_all else self._streams[int(watch.which[i])]
             alert = Alert(
-                bool(watch.raised[i]),
-                rule.kind,
-                rule.metric,
-                stream,
-                float(values[i]),
-                float(threshold[i]),
-                at,
-                rule.drift,
+                raised=bool(watch.raised[i]),
+                kind=rule.kind,
+                metric=rule.metric,
+                stream=stream,
+                value=float(values[i]),
+                threshold=float(threshold[i]),
+                at=at,
+                drift=rule.drift,
             )
             if alert.raised:
                 self._now[watch.number, i] = alert

@@ -158,7 +158,15 @@ class _Held:
         self._streak = 0
         raised = self.raised is None
         metric = f"{limit.kind}_p{100 * limit.quantile:g}_seconds"
-        alert = Alert(raised, limit.alert, metric, None, value, limit.seconds if raised else limit.clear_seconds, at)
+        alert = Alert(
+            raised=raised,
+            kind=limit.alert,
+            metric=metric,
+            stream=None,
+            value=value,
+            threshold=limit.seconds if raised else limit.clear_seconds,
+            at=at,
+        )
         self.raised = alert if raised else None
         return [alert]
 
@@ -186,12 +194,30 @@ class Spikes:
         if self.raised is None:
             if used <= rule.rise * median or used - median < rule.least_bytes:
                 return []
-            self.raised = Alert(True, SPIKE, "memory_bytes", None, float(used), rule.rise * median, at)
+            self.raised = Alert(
+                raised=True,
+                kind=SPIKE,
+                metric="memory_bytes",
+                stream=None,
+                value=float(used),
+                threshold=rule.rise * median,
+                at=at,
+            )
             return [self.raised]
         if used >= rule.clear * median:
             return []
         self.raised = None
-        return [Alert(False, SPIKE, "memory_bytes", None, float(used), rule.clear * median, at)]
+        return [
+            Alert(
+                raised=False,
+                kind=SPIKE,
+                metric="memory_bytes",
+                stream=None,
+                value=float(used),
+                threshold=rule.clear * median,
+                at=at,
+            )
+        ]
 
 
 class Latencies:

@@ -119,13 +119,13 @@ class Routing(Follower):
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)
         self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
         self.latency = Latencies(
-            unwrap(model),
-            next((source.controller for source in self.sources if isinstance(source, BemController)), None),
-            settings.limits,
-            settings.spike,
-            self._memory,
-            self._report_alerts,
-            settings.clock,
+            host=unwrap(model),
+            controller=next((source.controller for source in self.sources if isinstance(source, BemController)), None),
+            limits=settings.limits,
+            spike=settings.spike,
+            memory=self._memory,
+            report=self._report_alerts,
+            clock=settings.clock,
         )
         self._newest_reads = NewestReads(self.sources)
         self._tallies: dict[int, Tally] = {}
@@ -289,8 +289,6 @@ class Routing(Follower):
         - `alerts`: those that hold now; `n_alerts`: how many were raised.
         - `baseline`: what drifts are measured from, of each router and metric where it is known by now. `baseline=` of
           another run takes this report.
-        - `speculation`: hits of chunk codes that are foretold, inside `probemon.adapters.bem.speculation.speculating`
-          alone.
         - `unjudged`: kinds of alert for which some router has too few tokens that count, and how many it takes. That
           none of them was raised says nothing.
 
@@ -319,13 +317,7 @@ class Routing(Follower):
                 "n_alerts": self.n_alerts,
                 "unjudged": self._unjudged(),
                 "baseline": entries(self._known_baseline()),
-                **self._speculation(),
             }
-
-    def _speculation(self) -> dict[str, Any]:
-        """What came of chunk codes that are foretold now (`probemon.adapters.bem.speculation`), if any are."""
-        found = (getattr(getattr(source, "bem", None), "speculation", None) for source in self.sources)
-        return next(({"speculation": one.stats()} for one in found if one is not None), {})
 
     def _unjudged(self) -> dict[str, int]:
         """Return, by kind of alert, the most tokens that one of its unjudged rules needs.

@@ -21,9 +21,7 @@ from conftest import PAD, make_model, make_pack, n_hooks
 from oracle import check, states
 from probemon import DynamicProbeManager
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
-from probemon.adapters.bem.course import Course
 from probemon.adapters.bem.saved import SETTINGS, WEIGHTS, settings_hash
-from probemon.adapters.bem.training import TrainSettings
 from probemon.adapters.ltm import attach_memory
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, KernelUnavailable, NotSupportedHost
 from probemon.util.files import sha256
@@ -472,7 +470,7 @@ def under_a_memory(seed=1):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
 @pytest.mark.parametrize("make", [under_a_lora, under_a_memory])
 def test_an_adapter_of_a_host_with_others_is_warned_of_on_one_without(tmp_path, make):
-    """And the other way; with the same ones it is silent. A course does not go on."""
+    """And the other way; with the same ones it is silent."""
     config = BemConfig(rank=2, width=4)
     with attach_bem(make(), config) as bem:
         randomise(bem)
@@ -488,19 +486,6 @@ def test_an_adapter_of_a_host_with_others_is_warned_of_on_one_without(tmp_path, 
         bem.save_pretrained(tmp_path / "without")
     with pytest.raises(HostMismatch, match=r"of other adapters \(none, and here (default|memory)\)"):
         attach_bem(make(), tmp_path / "without", strict=True)
-    lessons = [{"input_ids": torch.arange(3, 11)[None], "labels": torch.arange(3, 11)[None]}]
-
-    def course(host):
-        return Course(
-            attach_bem(host, config), lessons, TrainSettings(n_steps=4, lr=1e-3), tmp_path / "course", save_every=2
-        )
-
-    begun = iter(course(make()))
-    for _ in range(3):
-        next(begun)
-    assert course(make()).n_resumed == 2
-    with pytest.raises(BemFileError):
-        course(make_host())
 
 
 def test_a_failing_save_leaves_the_older_files(folder, monkeypatch):

@@ -1,12 +1,16 @@
-"""The circuit breaker opens after five failures in twenty calls, stays open for sixty seconds, and closes after three
-successes on trial.
+"""The guard of a controller: its breaker opens after five failures in twenty calls, stays open for sixty seconds, and
+closes after one call on trial.
 """
 
 import numpy as np
 import pytest
+import torch
 
-from probemon.adapters.bem import CircuitBreaker, FallbackPolicy
-from probemon.errors import ConfigError
+from probemon.adapters.bem import BemConfig, Controller, ControllerState, FallbackPolicy
+from probemon.adapters.bem.fallback import FallbackGuard, Fallbacks
+from probemon.errors import BemStateError, ConfigError
+
+D = 10
 
 
 class Clock:
@@ -17,69 +21,96 @@ class Clock:
         return self.now
 
 
-def policy(**settings):
-    return FallbackPolicy(**{"clock": Clock(), **settings})
+class Guarded:
+    """A guarded controller, of which a call takes as long as is asked, or raises."""
 
+    def __init__(self, **settings):
+        self.clock = Clock()
+        torch.manual_seed(0)
+        self.controller = Controller(D, BemConfig(sites=("down",), rank=3, width=6, level="token"))
+        self.controller.requires_grad_(False)
+        self.guard = self.controller.guard = FallbackGuard(FallbackPolicy(**{"clock": self.clock, **settings}))
+        self.breaker, self._route = self.guard.breaker, self.controller.route
 
-def fails(breaker, *calls):
-    for failed in calls:
-        assert breaker.allows()
-        breaker.record(failed=failed)
+    def call(self, error=None, seconds=0.0, n_tokens=1):
+        """Return whether the controller was asked."""
+        n_refused = self.guard.counts.n_refused
+
+        def route(*args):
+            self.clock.now += seconds
+            if error is not None:
+                raise error
+            return self._route(*args)
+
+        self.controller.route = route
+        self.controller(torch.zeros(1, n_tokens, D), torch.ones(1, n_tokens, dtype=torch.bool), ControllerState(1))
+        return self.guard.counts.n_refused == n_refused
+
+    def fails(self, *calls):
+        for failed in calls:
+            assert self.call(RuntimeError("on purpose") if failed else None)
 
 
 def test_five_failures_in_twenty_calls_open_the_breaker_for_sixty_seconds():
-    breaker = CircuitBreaker(given := policy())
-    fails(breaker, *[True, False, False, False] * 4, False)
-    assert breaker.state == "closed"
-    fails(breaker, *[False] * 4, True)  # the first of them is 22 calls ago
-    assert breaker.state == "closed" and breaker.allows()
-    fails(breaker, True)
-    assert (breaker.state, breaker.allows(), breaker.n_opened) == ("open", False, 1)
-    given.clock.now += 59.9
-    breaker.record(failed=False)  # of a thread that had begun before: no trial
-    assert not breaker.allows()
-    given.clock.now += 0.2
-    assert (breaker.state, breaker.allows()) == ("half-open", True)
+    guarded = Guarded()
+    guarded.fails(*[True, False, False, False] * 4, False)
+    assert guarded.breaker.state == "closed"
+    guarded.fails(*[False] * 4, True)  # the first of them is 22 calls ago
+    assert guarded.breaker.state == "closed"
+    guarded.fails(True)
+    assert (guarded.breaker.state, guarded.call(), guarded.breaker.n_opened) == ("open", False, 1)
+    guarded.clock.now += 59.9
+    assert not guarded.call()
+    guarded.clock.now += 0.2
+    assert guarded.call() and guarded.breaker.state == "closed"
 
 
-def test_three_successes_close_it_and_one_failure_opens_it_again():
-    breaker = CircuitBreaker(given := policy())
-    fails(breaker, *[True] * 5)
-    given.clock.now += 60
-    fails(breaker, False, False)
-    assert breaker.state == "half-open"
-    fails(breaker, True)
-    assert breaker.state == "open" and breaker.n_opened == 2
-    given.clock.now += 60
-    fails(breaker, False, False, False)
-    assert breaker.state == "closed"
-    fails(breaker, *[True] * 4)
-    assert breaker.state == "closed"  # what failed before it opened is forgotten
-    fails(breaker, True)
-    assert breaker.state == "open"
+def test_a_success_on_trial_closes_it_and_a_failure_opens_it_for_twice_as_long():
+    guarded = Guarded()
+    guarded.fails(*[True] * 5)
+    guarded.clock.now += 60
+    guarded.fails(True)
+    assert guarded.breaker.state == "open" and guarded.breaker.n_opened == 2
+    guarded.clock.now += 119.9
+    assert not guarded.call()
+    guarded.clock.now += 0.2
+    guarded.fails(False)
+    assert guarded.breaker.state == "closed"
+    guarded.fails(*[True] * 4)
+    assert guarded.breaker.state == "closed"  # what failed before it opened is forgotten
+    guarded.fails(True)
+    assert guarded.breaker.state == "open"
+
+
+def test_a_trial_of_which_nothing_is_known_leaves_the_next_one_to_be_tried():
+    guarded = Guarded()
+    guarded.fails(*[True] * 5)
+    guarded.clock.now += 60
+    with pytest.raises(BemStateError):
+        guarded.call(BemStateError("typed"))
+    assert guarded.call() and guarded.breaker.state == "closed"
 
 
 def test_latency_is_compared_with_the_median_of_the_first_calls_of_its_kind():
-    breaker = CircuitBreaker(policy(n_baseline=3, n_failures=1))
+    guarded = Guarded(n_baseline=3, n_failures=1)
     for seconds in (9.0, 1.0, 1.2):  # the first call is often slow
-        breaker.record(failed=False, seconds=seconds, kind="decode")
-    assert breaker.baseline("decode") == 1.2 and breaker.baseline("prefill") is None
-    breaker.record(failed=False, seconds=2.4, kind="decode")
-    breaker.record(failed=False, seconds=50.0, kind="prefill")
-    assert breaker.state == "closed"
-    breaker.record(failed=False, seconds=2.41, kind="decode")
-    assert breaker.state == "open"
-    patient = CircuitBreaker(policy(n_baseline=1, n_failures=1, latency_factor=None))
+        guarded.call(seconds=seconds)
+    guarded.call(seconds=2.39)
+    guarded.call(seconds=50.0, n_tokens=16)  # of another kind
+    assert guarded.breaker.state == "closed"
+    guarded.call(seconds=2.41)
+    assert guarded.breaker.state == "open"
+    patient = Guarded(n_baseline=1, n_failures=1, latency_factor=None)
     for seconds in (1.0, 100.0):
-        patient.record(failed=False, seconds=seconds)
-    assert patient.state == "closed"
+        patient.call(seconds=seconds)
+    assert patient.breaker.state == "closed"
 
 
 def test_healthy_calls_never_open_it():
-    breaker, random = CircuitBreaker(policy()), np.random.default_rng(0)
-    for seconds in random.uniform(1.0, 1.9, size=5000):
-        breaker.record(failed=False, seconds=float(seconds))
-    assert breaker.n_opened == 0
+    guarded, random = Guarded(), np.random.default_rng(0)
+    for seconds in random.uniform(1.0, 1.9, size=500):
+        guarded.call(seconds=float(seconds))
+    assert guarded.breaker.n_opened == 0 and guarded.guard.counts == Fallbacks(n_forwards=500)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +123,7 @@ def test_healthy_calls_never_open_it():
         ("n_failures", 0),
         ("window", 2.5),
         ("open_seconds", float("inf")),
-        ("n_successes", True),
+        ("open_seconds", 0),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(name, value):

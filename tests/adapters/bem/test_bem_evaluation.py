@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from bem_oracle import make_host, randomise
-from probemon.adapters.bem import BemConfig, attach_bem
-from probemon.adapters.bem.evaluation.budget import flops, n_trainable, solve
-from probemon.adapters.bem.evaluation.gates import (
+from perf_study.comparisons import adjusted, compare, pareto, pareto_shares, sign_flip
+from perf_study.gates import (
     FAILED,
     NOT_JUDGED,
     PASSED,
@@ -25,18 +24,11 @@ from probemon.adapters.bem.evaluation.gates import (
     no_regression,
     promoted,
 )
+from probemon.adapters.bem import BemConfig, attach_bem
+from probemon.adapters.bem.evaluation.budget import flops, n_trainable, solve
 from probemon.adapters.bem.evaluation.latency import Timed, median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
-from probemon.adapters.bem.evaluation.statistics import (
-    adjusted,
-    compare,
-    document_interval,
-    median_interval,
-    pareto,
-    pareto_shares,
-    quantile_interval,
-    sign_flip,
-)
+from probemon.adapters.bem.evaluation.statistics import document_interval, median_interval, quantile_interval
 from probemon.errors import BemError, ConfigError, MissingExtra
 
 SEEDS = [0.02, 0.01, 0.03, 0.0, 0.02, 0.015, 0.025, 0.005]

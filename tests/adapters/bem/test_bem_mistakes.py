@@ -10,18 +10,17 @@ from safetensors.torch import load_file, save_file
 
 from bem_oracle import make_host
 from conftest import make_model, n_hooks
+from perf_study.gates import FAILED, integrity
 from probemon.adapters.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.adapters.bem.distil import distil, distil_trained
-from probemon.adapters.bem.evaluation.gates import FAILED, integrity
 from probemon.adapters.bem.evaluation.latency import take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory
-from probemon.adapters.bem.fallback import CircuitBreaker, FallbackPolicy
+from probemon.adapters.bem.fallback import FallbackPolicy
 from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.adapters.bem.memory import memory_pressure
 from probemon.adapters.bem.policy import Categorical, Gaussian, improve
 from probemon.adapters.bem.saved import settings_hash
-from probemon.adapters.bem.speculation import speculating
 from probemon.adapters.bem.training import TrainSettings, evaluate, parameter_groups, train
 from probemon.adapters.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.adapters.routing import RoutingJsonLines, RoutingMonitor, RoutingSettings
@@ -655,10 +654,6 @@ def test_numbers_that_are_none_are_refused_where_they_are_given():
     for source in (lambda: (float("nan"), 10), lambda: (1, 0), lambda: 3, lambda: (1, "10"), lambda: (-1, 10)):
         with pytest.raises(ConfigError, match="the source of memory gives"):
             memory_pressure(source)
-    breaker = CircuitBreaker()
-    for seconds in (float("nan"), -1.0, "1"):
-        with pytest.raises(ConfigError, match="seconds is"):
-            breaker.record(failed=False, seconds=seconds)
     with pytest.raises(ConfigError, match="settings are list"):
         BemConfig.from_dict([1])
 
@@ -734,9 +729,7 @@ def test_an_adapter_of_the_decoder_inside_is_watched_from_the_whole_model_and_th
         assert monitor.n_tokens == IDS.numel()
 
 
-def test_what_evaluations_and_foretelling_cannot_take_is_told():
-    with pytest.raises(ConfigError, match="NoneType is no adapter"), speculating(None):
-        pass
+def test_what_evaluations_cannot_take_is_told():
     fine = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": 1e-6}
     for wrong in ("none", True, [0.0]):
         with pytest.raises(ConfigError, match=r"the error of rows is .*give a number, or None"):

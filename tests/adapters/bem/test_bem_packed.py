@@ -9,10 +9,8 @@ from probemon.adapters.bem.distil import distil_trained
 from probemon.adapters.bem.evaluation.held_out import measure
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.adapters.bem.packing import Packing, packing_of
-from probemon.adapters.bem.policy import Gaussian
-from probemon.adapters.bem.rollouts import RolloutSettings, roll_out
 from probemon.adapters.bem.training import Objective, TrainSettings, evaluate, train
-from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.errors import NotSupportedDecoding
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8}
 CONFIGS = {
@@ -130,11 +128,6 @@ def test_a_static_lora_is_trained_on_the_labels_that_a_sequence_predicts_itself(
         settings = TrainSettings(n_steps=1, lr=1e-12)
         _, history = distil_trained(bem.double(), [packed], settings, rank=2, start="fresh", labels=1.0)
     assert abs(history.losses[0] - float(exact)) < 1e-5  # in fp32
-
-
-def test_packed_prompts_are_refused():
-    with attach_bem(make_host(), CONFIGS["prefix"]) as bem, pytest.raises(ConfigError, match="each a row"):
-        roll_out(bem, PACKED, Gaussian(), RolloutSettings(), torch.Generator())
 
 
 def test_an_adapter_trains_on_packed_rows():

@@ -92,3 +92,21 @@ def test_trl_learns_the_same_with_the_hosts_gradient_checkpointing_and_without(k
         trainer.train()
         found.append({name: parameter.detach() for name, parameter in trainer.model.named_parameters()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_what_grpo_rewards_in_answers_is_written_more_often(tokenizer, tmp_path):
+    """Answers of generate() earn the share of their tokens that have an even number."""
+
+    def reward(completion_ids, **others):
+        return [sum(id % 2 == 0 for id in ids) / max(1, len(ids)) for ids in completion_ids]
+
+    rows = Dataset.from_list([{"prompt": text(i)} for i in range(8)])
+    model = get_peft_model(make_host(), BemPeftConfig(**SMALL, spectral_cap=None, trust_region=None))
+    randomise(model.bem)
+    arguments = {**COMMON, "max_steps": 16, "learning_rate": 2e-1, "per_device_train_batch_size": 32}
+    arguments |= {"save_strategy": "no", "lr_scheduler_type": "constant", "max_grad_norm": 10.0}
+    settings = GRPOConfig(str(tmp_path), **arguments, num_generations=8, max_completion_length=6)
+    trainer = GRPOTrainer(model, reward, args=settings, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
+    assert sum(rewards[:2]) / 2 < 0.65 and sum(rewards[-4:]) / 4 > 0.8, rewards

@@ -15,13 +15,12 @@ from arrangements import tokenizer
 from bem_oracle import make_host
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.config import LEVELS
-from probemon.adapters.bem.course import CHECKPOINT, Course
 from probemon.adapters.bem.evaluation.held_out import measure
 from probemon.adapters.bem.lessons import check_row, make_batches, make_lesson, split
-from probemon.adapters.bem.training import TrainSettings, evaluate
+from probemon.adapters.bem.training import evaluate
 from probemon.adapters.cli.bem_rows import read as read_bem_rows
 from probemon.cli import app as command_line
-from probemon.errors import BemFileError, ConfigError
+from probemon.errors import ConfigError
 
 SMALL = ["--rank", "2", "--set", "width=6", "--set", "chunk_tokens=3", "--set", "prefix_tokens=6", "--batch", "4"]
 
@@ -72,7 +71,7 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
     told = json.loads(text)
     assert told["rows"] == {"train": 22, "choose": 4, "test": 6} and told["held_out"]["documents"] == 3
     assert told["held_out"]["loss"] < told["held_out"]["bare_loss"] - 0.3  # it learned which word follows
-    assert not (out / CHECKPOINT).exists()
+    assert not (out / "unfinished.json").exists()
 
     lessons, documents = lessons_of(place, words)
     batches = list(make_batches(lessons, 4, 0))
@@ -119,12 +118,12 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
 
 def test_a_training_killed_thrice_ends_with_the_bits_of_one_that_was_not(place, run, tmp_path):
     """By SIGKILL, at any moment: between checkpoints, or while one is written."""
-    rest = [*SMALL, "--epochs", "3", "--save-every", "2", "--evaluate-every", "5"]
+    rest = [*SMALL, "--epochs", "3", "--evaluate-every", "2"]
 
     def arguments(out):
         return ["train", place / "host", place / "rows.jsonl", "--out", out, *rest]
 
-    checkpoint, seen = tmp_path / "killed" / CHECKPOINT, None
+    seen: set[str] = set()
     for _ in range(3):
         child = os.fork()
         if not child:
@@ -136,10 +135,11 @@ def test_a_training_killed_thrice_ends_with_the_bits_of_one_that_was_not(place, 
             ):
                 command_line.main()
             os._exit(0)
-        while (stamp := checkpoint.stat().st_mtime_ns if checkpoint.exists() else None) in (None, seen):
+        # The state is what is written last of a checkpoint.
+        while not (new := {str(path) for path in (tmp_path / "killed").glob("checkpoint-*/trainer_state.json")} - seen):
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
             time.sleep(0.001)
-        seen = stamp
+        seen |= new
         os.kill(child, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     code, ended, errors = run(*arguments(tmp_path / "killed"))
@@ -152,37 +152,47 @@ def test_a_training_killed_thrice_ends_with_the_bits_of_one_that_was_not(place, 
     assert ended.splitlines()[1:] == whole.splitlines()[1:]  # the first names the folder
 
 
-def small_course(folder, batches, **how):
-    host = make_host()
-    bem = attach_bem(host, BemConfig(rank=2, width=6, chunk_tokens=3, prefix_tokens=6))
-    settings = TrainSettings(n_steps=how.pop("n_steps", 8), lr=how.pop("lr", 1e-2), n_warmup=0)
-    return Course(bem, batches, settings, folder, **how)
-
-
-def test_a_course_ends_early_with_the_parameters_that_were_best(place, words, tmp_path):
-    lessons, _ = lessons_of(place, words)
-    batches = list(make_batches(lessons[:8], 4, 0))
-    wrong = [{**batch, "labels": batch["labels"].where(batch["labels"] == -100, 13)} for batch in batches]
-    course = small_course(tmp_path, batches, n_steps=60, lr=3e-2, choose=wrong, evaluate_every=1, patience=4)
-    steps = list(course)
-    chosen_by = [step.chosen_by for step in steps]
+def test_a_training_ends_early_with_the_parameters_that_were_best(place, run, tmp_path):
+    """At a learning rate at which the loss on what chooses soon rises again."""
+    out = tmp_path / "adapter"
+    how = ["--epochs", "60", "--lr", "0.3", "--kl", "0", "--evaluate-every", "1", "--patience", "4"]
+    code, text, errors = run("train", place / "host", place / "rows.jsonl", "--out", out, *SMALL, *how, "--json")
+    told, record = json.loads(text), json.loads((out / "training.json").read_text())
+    assert code == 0, errors
+    chosen_by = [loss for _, loss in record["chosen_by"]]
     best = min(range(len(chosen_by)), key=chosen_by.__getitem__)
-    assert course.stopped_early and len(steps) == best + 5 < 60
-    course.finish()
-    assert evaluate(course.bem.host, wrong) == pytest.approx(chosen_by[best], abs=1e-9)
+    assert told["stopped_early"] and told["n_steps"] == len(record["losses"]) == best + 5 < 360
+    assert told["best_step"] == best and told["best_loss"] == chosen_by[best]
+    assert sorted(path.name for path in out.iterdir()) == ["bem.json", "bem.safetensors", "training.json"]
 
 
-def test_a_checkpoint_of_another_course_is_refused(place, words, tmp_path):
-    lessons, _ = lessons_of(place, words)
-    batches = list(make_batches(lessons[:8], 4, 0))
-    next(iter(small_course(tmp_path, batches, save_every=1)))
-    assert small_course(tmp_path, batches, save_every=1).n_resumed == 1
-    for other, how in ((batches[:1], {}), (batches, {"lr": 2e-2})):
-        with pytest.raises(BemFileError, match="with other data, settings, host or adapter"):
-            small_course(tmp_path, other, save_every=1, **how)
-    (tmp_path / CHECKPOINT).write_bytes(b"half")
-    with pytest.raises(BemFileError, match=r"cannot be read .*remove it to begin again"):
-        small_course(tmp_path, batches, save_every=1)
+def test_a_loss_that_is_no_number_ends_the_training(place, run, tmp_path):
+    how = ["--epochs", "60", "--lr", "1e30", "--evaluate-every", "1"]
+    code, _, errors = run("train", place / "host", place / "rows.jsonl", "--out", tmp_path / "adapter", *SMALL, *how)
+    assert code == 2 and "the loss is nan: lower lr" in errors, errors
+
+
+def test_an_unfinished_training_of_other_data_or_settings_is_refused(place, run, tmp_path, monkeypatch):
+    out, rows = tmp_path / "adapter", tmp_path / "rows.jsonl"
+    rows.write_text((place / "rows.jsonl").read_text())
+    train = ["train", place / "host", rows, "--out", out, *SMALL, "--evaluate-every", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "probemon.adapters.bem.attached.Bem.save_pretrained", lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        )
+        run(*train)
+    assert (out / "unfinished.json").exists()
+    for other in (["--lr", "0.01"], ["--kl", "0"], ["--patience", "6"], ["--set", "ema=0.25"]):
+        code, _, errors = run(*train, *other)
+        assert code == 2 and "has a training of other data, settings, host or adapter" in errors, errors
+    rows.write_text(rows.read_text().replace("w12", "w13"))
+    code, _, errors = run(*train)
+    assert code == 2 and "has a training of other data" in errors
+    rows.write_text((place / "rows.jsonl").read_text())
+    (out / "checkpoint-99").mkdir()
+    (out / "checkpoint-99/trainer_state.json").write_text('{"half')  # killed while it was written
+    code, _, errors = run(*train)
+    assert code == 0 and "going on from step " in errors, errors
 
 
 def test_held_out_losses_are_those_of_plain_cross_entropy_row_by_row(place, words):

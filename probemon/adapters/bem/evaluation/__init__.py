@@ -1,4 +1,1 @@
-"""Is an adapter worth it: paired statistics, frontiers of cost and quality, and the gates that it has to pass.
-
-Its statistics are SciPy's: `pip install scipy`.
-"""
+"""Is an adapter worth it: budgets, held-out losses, latency and memory. Intervals over documents need SciPy."""

@@ -2,7 +2,7 @@
 
     timed = take_turns({"lora": lambda: a(ids), "bem": lambda: b(ids)}, n_rounds=100)
     timed["bem"].quantile(0.95)                     # Quantile: value, low, high, in seconds
-    timed["bem"].ratios(timed["lora"])              # one for each round, for `gates.latency`
+    timed["bem"].ratios(timed["lora"])              # one for each round, as `median_ratio` takes them
     median_ratio(timed["bem"], timed["lora"])       # Quantile
 
 On a shared machine a minute differs from the next by more than two adapters do. So calls take turns, in a new random

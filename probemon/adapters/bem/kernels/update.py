@@ -197,7 +197,7 @@ class _GeneratedUpdate(torch.autograd.Function):
         ctx: Any, x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, scale: float, eps: float
     ) -> Tensor:  # type: ignore[override]
         sums = _empty_sums(x, codes) if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
-        out = _forward(x, v, u, codes, base, sums, scale, eps)
+        out = _forward(x=x, v=v, u=u, codes=codes, base=base, sums=sums, scale=scale, eps=eps)
         ctx.save_for_backward(x, v, u, codes, sums)
         ctx.scale, ctx.eps = scale, eps
         return out
@@ -211,7 +211,18 @@ class _GeneratedUpdate(torch.autograd.Function):
         grad_u = _empty_sums(x, codes) if for_v or for_codes else None
         if for_x or grad_u is not None:  # the forward kernel with V and U in each other's place
             of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if for_x else None
-            _launch_rows(grad, u, v, codes, None, grad_u, of_x, _sum_dtype(x), scale, eps)
+            _launch_rows(
+                a=grad,
+                first=u,
+                second=v,
+                codes=codes,
+                base=None,
+                sums=grad_u,
+                out=of_x,
+                dtype=_sum_dtype(x),
+                scale=scale,
+                eps=eps,
+            )
         if for_v and grad_u is not None:
             of_v = sum_over_rows(x, grad_u, codes, scale, eps, v)
         if for_codes and grad_u is not None:
@@ -233,7 +244,9 @@ def _forward(
     x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, sums: Tensor | None, scale: float, eps: float
 ) -> Tensor:
     out = torch.empty(len(x), len(u), dtype=x.dtype if base is None else base.dtype, device=x.device)
-    _launch_rows(x, v, u, codes, base, sums, out, _sum_dtype(x), scale, eps)
+    _launch_rows(
+        a=x, first=v, second=u, codes=codes, base=base, sums=sums, out=out, dtype=_sum_dtype(x), scale=scale, eps=eps
+    )
     return out
 
 
@@ -255,7 +268,7 @@ def generated_update(
     tensors = [t for t in (x, V, U, codes, base) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _GeneratedUpdate.apply(x, V, U, codes, base, float(scale), float(eps))  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
-    return _forward(x, V, U, codes, base, None, float(scale), float(eps))
+    return _forward(x=x, v=V, u=U, codes=codes, base=base, sums=None, scale=float(scale), eps=float(eps))
 
 
 def _check(x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, eps: float) -> None:

@@ -231,14 +231,14 @@ class StateRecorder:
             row.norms.append(now)
         row.state, row.tail = states[-1], updates.tail
         return Told(
-            updates.steps.dt,
-            updates.steps.log_decay.flatten(2),
-            self._lengths(updates.steps, row),
-            position,
-            norm.T,
-            share.T,
-            torch.stack(grown).T,
-            states[-1],
+            dt=updates.steps.dt,
+            log_decay=updates.steps.log_decay.flatten(2),
+            length=self._lengths(updates.steps, row),
+            position=position,
+            norm=norm.T,
+            share=share.T,
+            grown=torch.stack(grown).T,
+            state=states[-1],
         )
 
     def _lengths(self, steps: Steps, row: _RowOfStack) -> Tensor:

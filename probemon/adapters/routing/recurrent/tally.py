@@ -79,14 +79,14 @@ class Told:
             return None if values is None else values[:, which]
 
         return Told(
-            self.dt[:, which],
-            self.log_decay[:, which],
-            self.length[:, which],
-            self.position[which],
-            taken(self.norm),
-            taken(self.share),
-            taken(self.grown),
-            self.state,
+            dt=self.dt[:, which],
+            log_decay=self.log_decay[:, which],
+            length=self.length[:, which],
+            position=self.position[which],
+            norm=taken(self.norm),
+            share=taken(self.share),
+            grown=taken(self.grown),
+            state=self.state,
         )
 
 
@@ -252,7 +252,15 @@ class StateTally:
         metric, most = _ALERTS[kind]
         self._judged.add(kind)
         holds = (i, kind) in self._raised
-        alert = Alert(True, kind, metric, self._streams[i], value, most, self.n_tokens)
+        alert = Alert(
+            raised=True,
+            kind=kind,
+            metric=metric,
+            stream=self._streams[i],
+            value=value,
+            threshold=most,
+            at=self.n_tokens,
+        )
         if value > most:
             self._raised[i, kind] = alert
             if not holds:

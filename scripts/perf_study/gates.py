@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probemon.adapters.bem.evaluation.statistics import adjusted, compare, median_interval
+from perf_study.comparisons import adjusted, compare
+from probemon.adapters.bem.evaluation.statistics import median_interval
 from probemon.errors import ConfigError
 from probemon.util.checks import check_mapping, shown
 

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [
     str(ROOT),
-    *(str(ROOT / name) for name in ("scripts/evidence", "tests", "tests/support", "tests/monitor")),
+    *(str(ROOT / name) for name in ("scripts/benchmarks", "tests", "tests/support", "tests/monitor")),
 ]
 
 FOLDER = ROOT / "docs/operations"

@@ -3,7 +3,7 @@
     found = study(range(5), cache_dir() / "bem-domains" / "results")
     found["rows"], found["costs"], found["verdicts"]
 
-The texts and arms are those of `scripts/evidence/domains.py` and `domain_arms.py`. Costs are of the layer that learns
+The texts and arms are those of `scripts/benchmarks/domains.py` and `domain_arms.py`. Costs are of the layer that learns
 and the cut head alone, so that what an adapter adds to a layer is seen large.
 """
 

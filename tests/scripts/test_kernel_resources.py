@@ -16,7 +16,7 @@ from triton.backends.nvidia import __file__ as backend
 import kernel_resources
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "evidence" / "kernel_resources.py"
+SCRIPT = ROOT / "scripts" / "benchmarks" / "kernel_resources.py"
 needs_ptxas = pytest.mark.skipif(
     not (Path(backend).parent / "bin" / "ptxas").is_file(), reason="this build of Triton has no ptxas"
 )

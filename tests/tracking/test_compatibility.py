@@ -256,7 +256,7 @@ def test_table_in_the_documents_is_what_was_found():
             " name.",
             "",
             (
-                "With transformers 5.0.0 (`bash scripts/evidence/test_oldest.sh`) the same tests pass, and more is"
+                "With transformers 5.0.0 (`bash scripts/benchmarks/test_oldest.sh`) the same tests pass, and more is"
                 " refused. By transformers itself: a prompt in chunks, early exit, a draft model or prompt lookup on a"
                 " host with sliding windows. By probemon: continuous batching, whose requests that version keeps"
                 " elsewhere, and beams on a recurrent state, which that version does not reorder."
@@ -278,7 +278,7 @@ def test_table_in_the_documents_is_what_was_found():
             "## Every architecture of transformers",
             "",
             (
-                "Written by `python scripts/evidence/architectures.py` (`docs/benchmarks/architectures.json`); a sample"
+                "Written by `python scripts/benchmarks/architectures.py` (`docs/benchmarks/architectures.json`); a sample"
                 " of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny and random, of each"
                 " architecture's own code. *Exact*: every score of every token is that of one plain forward over the"
                 " row's tokens alone. *As run*: the host does not agree with such a forward by itself, even without a"

@@ -389,7 +389,7 @@ def test_a_checkpoint_that_is_no_adapter_is_refused_with_its_remedy(tmp_path):
 
 @peft_asks_by_an_older_name
 def test_a_routed_adapter_learns_two_domains_better_than_a_lora_with_more_parameters():
-    """One seed and few steps; scripts/evidence/bem_learns.py has five and an interval."""
+    """One seed and few steps; scripts/benchmarks/bem_learns.py has five and an interval."""
     learning, held_out = two_domains(0, 1, 16), two_domains(0, 3, 8)
     model, bem, n_routed = routed(0, 3e-2, 60, learning)
     found = evaluate(model, held_out)
@@ -689,8 +689,8 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
 
 
 def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
-    """The same sites, rank, data, steps and learning rate; scripts/evidence/bem_learns.py has five seeds, four learning
-    rates and an interval.
+    """The same sites, rank, data, steps and learning rate; scripts/benchmarks/bem_learns.py has five seeds, four
+    learning rates and an interval.
     """
     lessons, held_out, settings = two_domains(0, 1, 24), two_domains(0, 3, 8), TrainSettings(n_steps=80, lr=3e-2)
     _, bem, _ = routed(0, 5e-2, 120, lessons)

@@ -239,7 +239,7 @@ def test_advantages_are_within_groups():
 
 
 def test_what_is_rewarded_in_answers_is_written_more_often_to_prompts_never_seen():
-    """One seed and few steps; scripts/evidence/bem_rollouts.py has five, and the bandit whose regret is known."""
+    """One seed and few steps; scripts/benchmarks/bem_rollouts.py has five, and the bandit whose regret is known."""
     answers = Answers(0)
     kept = [x.clone() for x in (*answers.model.parameters(), *answers.bem.updates.parameters())]
     found = answers.writing(24, 1e-2, 6)

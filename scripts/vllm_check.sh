@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs vLLM's real engine, watched, on the demo model, and writes docs/benchmarks/vllm.json. Safe to repeat: what was
-# found already stays, as long as the adapter means the same. Some 20 minutes on 2 cores, the environment not counted.
+# found already stays: empty build/vllm after a change of the adapter. Some 20 minutes on 2 cores, the environment not counted.
 # --only PART ... runs some parts; --folder says where they are kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -2,12 +2,11 @@
 # ruff: noqa: E402
 """Is there a reason to route? Real texts of three domains that conflict, on the demo model's last layer.
 
-    python scripts/benchmarks/bem_reason.py      # writes docs/benchmarks/bem_reason.json and docs/bem_codes.svg
+    python scripts/benchmarks/bem_reason.py      # writes docs/benchmarks/bem_reason.json
 
 A routed adapter beside PEFT's LoRA on the same sites, a LoRA on all linear layers and X-LoRA, with as many trainable
 numbers each; texts and arms are those of `domains.py` and `domain_arms.py`. What was learned is kept by seed and arm: a
-run that was stopped goes on where it was. The picture is of codes along one word's three texts, of an adapter whose
-every token has a code.
+run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +29,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch
 
 from domain_arms import N_STEPS, Results, config_of
-from domains import DOMAINS, FIRST, HEADERS, N_HEADER, N_TEST, N_TRAIN, ROWS, Domains
+from domains import DOMAINS, FIRST, HEADERS, N_TEST, N_TRAIN, ROWS, Domains
 from probemon.adapters.bem import attach_bem
 from probemon.adapters.bem.evaluation.statistics import compare
-from probemon.bundled import bundled_path, load_bundled
+from probemon.bundled import load_bundled
 from probemon.util.cache_folders import cache_dir
 from probemon.util.files import write_text_atomically
 from provenance import about
 
 ROUTED, OTHERS = "low_rank", ("base", "lora", "lora everywhere", "x-lora")
-PICTURED = "low_rank, token codes"
-CELL, ROW_HEIGHT, LEFT = 42, 7, 86
 
 
 def study(kinds: Sequence[str], others: Sequence[str], seeds: range, results: Results) -> dict[str, Any]:
@@ -100,47 +96,12 @@ def cut_host_error(data: Domains) -> float:
     return worst / largest
 
 
-def picture(along: dict[str, Any], tokenizer: Any) -> str:
-    """Codes along the texts of one word as SVG: a column a token, a row a number of the code."""
-    codes = {domain: torch.tensor(along[domain]["codes"]) for domain in DOMAINS}
-    n_numbers, longest = codes[DOMAINS[0]].shape[1], max(len(code) for code in codes.values())
-    everything = torch.cat(list(codes.values()))
-    middle, spread = everything.mean(dim=0), everything.std(dim=0).clamp_min(1e-6)
-    block = n_numbers * ROW_HEIGHT + 44
-    width, height = LEFT + longest * CELL + 8, 30 + len(DOMAINS) * block
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-family="sans-serif">'
-        f"<title>Codes along three texts of the word {escape(along['word'])}</title>"
-        f'<rect width="{width}" height="{height}" fill="white"/><text x="8" y="18" font-size="12">Each column is the'
-        " code of a token, each row one of its numbers: blue under its mean, orange over it.</text>"
-    ]
-    for at, domain in enumerate(DOMAINS):
-        top = 30 + at * block
-        parts.append(f'<text x="8" y="{top + 14}" font-size="12" font-weight="bold">{escape(domain)}</text>')
-        for column, (token, code) in enumerate(zip(along[domain]["ids"], codes[domain], strict=True)):
-            x, shifted = LEFT + column * CELL, ((code - middle) / spread).clamp(-2, 2)
-            for row, value in enumerate(shifted.tolist()):
-                colour = "#d9843b" if value > 0 else "#1f6f8b"
-                y = top + row * ROW_HEIGHT
-                parts.append(
-                    f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{ROW_HEIGHT - 1}" fill="{colour}"'
-                    f' fill-opacity="{abs(value) / 2:.2f}"/>'
-                )
-            word = tokenizer.decode([token]).strip().replace("\n", "") or "↵"
-            style = ' font-weight="bold"' if column < N_HEADER else ""
-            y = top + n_numbers * ROW_HEIGHT + 12
-            parts.append(f'<text x="{x}" y="{y}" font-size="10"{style}>{escape(word[:8])}</text>')
-    return "".join(parts) + "</svg>\n"
-
-
 def main() -> None:
-    """Learn, compare, draw, write."""
+    """Learn, compare, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks/bem_reason.json")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs/bem_codes.svg")
     parser.add_argument("--kinds", nargs="+", choices=tuple(HEADERS), default=tuple(HEADERS))
     parser.add_argument("--beside", nargs="+", choices=OTHERS, default=OTHERS, help="what the routed adapter is beside")
-    parser.add_argument("--pictured", choices=(ROUTED, PICTURED), default=PICTURED, help="whose codes are drawn")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=cache_dir() / "bem-domains/results")
     arguments = parser.parse_args()
@@ -157,17 +118,12 @@ def main() -> None:
         "cut_host_error": cut_host_error(Domains(arguments.kinds[0])),
         **study(arguments.kinds, arguments.beside, range(arguments.seeds), results),
     }
-    pictured = results.of(Domains("marks"), arguments.pictured, 0)
-    found["along"] = {"method": arguments.pictured, "held_out": pictured["held_out"], **pictured["along"]}
     for row in found["summary"]:
         over = row.get("over_routed")
         told = "" if over is None else f"{over['mean']:+.4f} ({over['low']:+.4f} to {over['high']:+.4f}) over routed"
         print(f"{row['headers']:6s} {row['method']:16s} {row['nats']['all']:.4f} {told}")
     found |= {"seconds": round(time.perf_counter() - begin, 1), **made_by}
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
-    from transformers import AutoTokenizer
-
-    write_text_atomically(arguments.picture, picture(found["along"], AutoTokenizer.from_pretrained(bundled_path())))
 
 
 if __name__ == "__main__":

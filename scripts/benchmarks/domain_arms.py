@@ -11,6 +11,7 @@ the first of them.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -26,11 +27,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from domains import DOMAINS, N_HEADER, Domains
-from perf_study.kept import code_mark, kept
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.evaluation.budget import solve
 from probemon.adapters.bem.losses import Batch, hooked_codes, recorded_codes
 from probemon.adapters.bem.training import TrainSettings, evaluate, fit
+from probemon.util.files import write_text_atomically
 
 N_STEPS, RATES = 100, (1e-2, 3e-3, 3e-2)
 LORA_RANK = 19
@@ -44,7 +45,6 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 ROUTED: dict[str, dict[str, Any]] = {
     "low_rank": {},
-    "low_rank, token codes": {"level": "token"},
     "head_groups": {"form": "head_groups", "sites": ("o",), "groups": 9},
     "rank_mask": {"form": "rank_mask", "active": 6},
     "kronecker": {"form": "kronecker", "terms": 1},
@@ -131,7 +131,6 @@ def learned(data: Domains, method: str, seed: int, rate: float) -> dict[str, Any
     }
     if bem is not None:
         found |= without_routing(bem, choose, test, seed)
-        found["along"] = along(bem, data, seed)
         found["config"] = {name: getattr(bem.config, name) for name in ("rank", "terms", "groups", "active", "width")}
     return found | {"cpu_seconds": round(time.process_time() - begin, 1)}
 
@@ -176,38 +175,26 @@ def without_routing(
     return found
 
 
-@torch.no_grad()
-def along(bem: Bem, data: Domains, seed: int) -> dict[str, Any]:
-    """The codes of every token of one word of the test, in each of its rows."""
-    word = data.words(seed)[-1]
-    found: dict[str, Any] = {"word": data.rows[len(DOMAINS) * word].word}
-    for at, domain in enumerate(DOMAINS):
-        batch = data.batch([len(DOMAINS) * word + at])
-        with recorded_codes(bem) as recorded:
-            bem.host(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        codes = recorded[-1].of(bem.config.level)[0]
-        found[domain] = {"ids": data.rows[len(DOMAINS) * word + at].ids, "codes": codes.numpy().round(3).tolist()}
-    return found
-
-
 class Results:
     """A file for each kind of header, method, seed and rate, written when it is done: a study that was stopped goes on
-    where it was.
+    where it was. Empty the folder after a change of the adapters.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / code_mark(
-            "scripts/benchmarks/domains.py", "scripts/benchmarks/domain_arms.py", "probemon/adapters/bem"
-        )
+        self.folder = folder
 
     def at(self, data: Domains, method: str, seed: int, rate: float) -> dict[str, Any]:
-        def make() -> dict[str, Any]:
-            found = learned(data, method, seed, rate)
-            told = f"{data.kind} {method:22s} seed {seed} lr {rate:g}: {found['held_out']['all']:.4f}"
-            print(f"{told} ({found['cpu_seconds']} s)", file=sys.stderr)
+        name = f"{data.kind}-{method}-{seed}-{rate:g}".replace(" ", "_").replace(",", "")
+        file = self.folder / f"{name}.json"
+        if file.is_file():
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             return found
-
-        return kept(self.folder, f"{data.kind}-{method}-{seed}-{rate:g}", make)
+        found = learned(data, method, seed, rate)
+        told = f"{data.kind} {method:22s} seed {seed} lr {rate:g}: {found['held_out']['all']:.4f}"
+        print(f"{told} ({found['cpu_seconds']} s)", file=sys.stderr)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(file, json.dumps(found, indent=1))
+        return found
 
     def of(self, data: Domains, method: str, seed: int) -> dict[str, Any]:
         """At the rate that the first seed's validation part likes best, with what was tried."""

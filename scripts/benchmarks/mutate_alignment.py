@@ -3,14 +3,12 @@
     python scripts/benchmarks/mutate_alignment.py --out docs/benchmarks/mutations.json
 
 Each mutation is applied to a copy of the package; the attribution tests must then fail. A mutation that survives
-ends the script with status 1. The test that caught a mutation before is asked first. A run that was ended goes on where
-it was, at the same commit.
+ends the script with status 1. The test that caught a mutation before is asked first.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -23,7 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from probemon.util.files import write_text_atomically
-from provenance import about, commit
+from provenance import about
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
@@ -811,52 +809,30 @@ def main() -> int:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         known = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.is_file() else {}
-        caught_before = {one["what"]: one for one in known.get("mutations", []) if one["caught_by"]}
-        before_now = {
-            what: one
-            for file, before, after, what in MUTATIONS
-            if (one := caught_before.get(what)) and one["commit"] == commit() and one["broken"] == digest(before, after)
-        }
+        caught_before = {one["what"]: one["caught_by"] for one in known.get("mutations", [])}
         if failed(copy, TESTS, QUICK) or failed(copy, SLOW, COMPILED):
             print("the tests fail without any mutation", file=sys.stderr)
             return 2
-        caught = []
+        mutated = []
         for file, before, after, what in tqdm(MUTATIONS, disable=None):
             path = copy / "probemon" / file
             text = path.read_text()
             if text.count(before) != 1:
                 print(f"{file}: {before!r} occurs {text.count(before)} times, expected once", file=sys.stderr)
                 return 2
-            if what not in before_now:
-                path.write_text(text.replace(before, after))
-                likely = caught_before.get(what, {"caught_by": ""})["caught_by"].partition("[")[0]
-                caught_by = failed(copy, [likely]) if re.fullmatch(r"tests/\S+::\w+", likely) else ""
-                if "::" not in caught_by:  # a test that is not there any more fails as well
-                    caught_by = failed(copy, first(file), QUICK) or failed(copy, SLOW, COMPILED)
-                before_now[what] = {
-                    "file": file,
-                    "what": what,
-                    "caught_by": caught_by,
-                    "commit": commit(),
-                    "broken": digest(before, after),
-                }
-                path.write_text(text)
-            caught.append(before_now[what])
-            report = {
-                "n_mutations": len(caught),
-                "n_caught": sum(bool(one["caught_by"]) for one in caught),
-                "mutations": caught,
-                **about(),
-            }
-            if arguments.out:  # after each, so that a run that is ended goes on where it was
-                write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")
+            path.write_text(text.replace(before, after))
+            likely = caught_before.get(what, "").partition("[")[0]
+            caught_by = failed(copy, [likely]) if re.fullmatch(r"tests/\S+::\w+", likely) else ""
+            if "::" not in caught_by:  # a test that is not there any more fails as well
+                caught_by = failed(copy, first(file), QUICK) or failed(copy, SLOW, COMPILED)
+            mutated.append({"file": file, "what": what, "caught_by": caught_by})
+            path.write_text(text)
+    n_caught = sum(bool(one["caught_by"]) for one in mutated)
+    report = {"n_mutations": len(mutated), "n_caught": n_caught, "mutations": mutated, **about()}
+    if arguments.out:
+        write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     return 0 if report["n_caught"] == report["n_mutations"] else 1
-
-
-def digest(before: str, after: str) -> str:
-    """What is broken, and how, in a few characters."""
-    return hashlib.sha256(f"{before}\0{after}".encode()).hexdigest()[:12]
 
 
 def first(file: str) -> list[str]:

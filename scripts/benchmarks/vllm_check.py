@@ -3,8 +3,8 @@
     bash scripts/vllm_check.sh                                   # makes the environment first
     python scripts/benchmarks/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json [--only eager stop]
 
-Each part has an engine of its own, and leaves a file in the folder: a run that was stopped goes on where it was, as
-long as the adapter means the same. Ends with status 1 where a claim does not hold.
+Each part has an engine of its own, and leaves a file in the folder: a run that was stopped goes on where it was:
+empty the folder after a change of the adapter. Ends with status 1 where a claim does not hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 from probemon.util.files import write_text_atomically
 from provenance import ROOT, about
-from vllm_adapter import adapter_sha256
 
 PARTS = (
     "eager",
@@ -49,11 +48,6 @@ LEAVE_OUT = ("spoken",)  # of the result file: ids of tokens, compared by then
 def run_parts(folder: Path, names: list[str]) -> dict[str, Any]:
     """Run the parts that are not there yet; return what each found, or how it failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    mark, adapter = folder / "adapter", adapter_sha256()
-    if not mark.is_file() or mark.read_text() != adapter:
-        for name in PARTS:
-            (folder / f"{name}.json").unlink(missing_ok=True)
-        write_text_atomically(mark, adapter)
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts/benchmarks")])
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     wanted = [name for name in names if not (folder / f"{name}.json").is_file()]
@@ -147,7 +141,6 @@ def main() -> None:
     if arguments.json is not None:
         result = {
             **about(),
-            "adapter": adapter_sha256(),
             "vllm": _version(),
             "claims": claims,
             "not_run": [name for name in PARTS if name not in found],

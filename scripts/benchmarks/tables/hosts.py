@@ -1,14 +1,53 @@
-"""Tables of the pages about hosts that remember: what watching them adds, and how they are run well.
-
-memory_overhead(found), recall_study(found)     # lines of Markdown
-recipes(found), recipes_watched(found), recipe_traps(found), recipe_refusals(found)
-"""
+"""Tables of the pages about hosts: compatibility, those that remember, and how they are run well."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from figure_words import JUDGED, reason_of
+from tables.words import JUDGED, reason_of
+
+
+def architectures(found: dict[str, Any]) -> list[str]:
+    """By architecture: in which modes it is exact, scored as it runs, refused, or fails by itself."""
+    modes, rows = found["modes"], found["architectures"]
+    built = {name: row["modes"] for name, row in rows.items() if "modes" in row}
+    refused = {name: row["refused"] for name, row in rows.items() if "refused" in row}
+    missing = {
+        name: row.get("not built", row.get("error", ""))
+        for name, row in rows.items()
+        if name not in built and name not in refused
+    }
+    count = Counter(entry["outcome"] for row in built.values() for entry in row.values())
+    lines = [
+        (
+            f"{len(rows)} architectures: {len(built)} hosts run in {len(modes)} modes each ({', '.join(modes)}),"
+            f" {len(refused)} refused when attached, {len(missing)} not built. Of {sum(count.values()):,} pairs"
+            f" {count['exact']:,} are exact, {count['as run']} are scored as the host ran, {count['refused']} are"
+            f" refused, in {count['host fails']} the bare host fails by itself, {count['wrong']} are wrong."
+        ),
+        "",
+        "| architecture | exact | as run | refused | the host fails |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in built.items():
+        cells = []
+        for outcome in ("exact", "as run", "refused", "host fails"):
+            those = [mode for mode in modes if row.get(mode, {}).get("outcome") == outcome]
+            cells.append("all" if those == modes else "; ".join(those))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        (
+            "Refused when attached, since what these layers give is not one hidden state a token, or the layers are not"
+            " found:"
+        ),
+        "",
+    ]
+    lines += [f"- {name}: {reason_of(reason)}" for name, reason in refused.items()]
+    lines += ["", "Not built from a small configuration, by transformers' own error:", ""]
+    lines += [f"- {name}: {reason_of(reason)}" for name, reason in missing.items()]
+    return lines
 
 
 def memory_overhead(found: dict[str, Any]) -> list[str]:
@@ -66,6 +105,8 @@ def _recall_row(name: str, summary: dict[str, Any], gaps: tuple[int, ...]) -> st
 
 
 RECIPE_HOSTS = ("ltm", "mamba2", "falcon_h1")
+
+
 EXACT = 1e-5  # what a score may be off in fp32
 
 

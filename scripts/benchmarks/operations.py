@@ -1,19 +1,17 @@
-"""Measure what the pages claim of operating probemon: metrics, the dashboard, alerts, budgets, drift, deployment files.
+"""Measure what the pages claim of operating probemon: what metrics cost, and how a budget's ladder goes down and up.
 
-python scripts/operations_check.py --json docs/benchmarks/operations.json
-python scripts/operations_check.py --only series_8000_concepts scrape_ms
+python scripts/benchmarks/operations.py --json docs/benchmarks/operations.json
+python scripts/benchmarks/operations.py --only series_8000_concepts scrape_ms
 
 One function a claim; each returns what it found. Random hosts and packs are called random; the step is the demo host's.
-Prometheus (2.42 or later) has to be installed, and the extra `dev`.
+The extra `dev` has to be installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,14 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [
     str(ROOT),
     *(str(ROOT / name) for name in ("scripts/benchmarks", "tests", "tests/support", "tests/monitor")),
 ]
 
-FOLDER = ROOT / "docs/operations"
-_SCRAPES, _TOKENS, _CONCEPTS, _PROMPT, _FILES = 50, 64, 100, 5, 10_000
+_SCRAPES, _TOKENS, _CONCEPTS, _PROMPT = 50, 64, 100, 5
 
 
 def series_8000_concepts(folder: Path) -> dict[str, Any]:
@@ -76,37 +73,6 @@ def step_overhead_pct(folder: Path) -> dict[str, Any]:
     }
 
 
-def dashboard_expressions_ok(folder: Path) -> dict[str, Any]:
-    """Ask a real Prometheus that scraped real runs every expression of the dashboard whose metrics are exported."""
-    from probemon.ops.telemetry.metric_families import FAMILIES
-    from scraped_run import scraped_run
-
-    board = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
-    texts = [target["expr"] for panel in board["panels"] for one in _panels(panel) for target in one.get("targets", ())]
-    exported = [text for text in texts if all(_family(name) in FAMILIES for name in re.findall(r"probemon_\w+", text))]
-    n_answered = 0
-    with scraped_run(folder) as prometheus:
-        for text in exported:
-            asked = text.replace("$__rate_interval", "10s").replace("[1h]", "[10s]")
-            found = prometheus.vector(asked.replace("$job", "probemon").replace("$instance", ".*"), seconds=20)
-            n_answered += bool(found)
-    return {"value": n_answered, "of": len(exported), "not_exported": len(texts) - len(exported), "bar": "all"}
-
-
-def rules_tested(folder: Path) -> dict[str, Any]:
-    """Count the alerts that a case of promtool sees fire, and another does not."""
-    import yaml
-
-    done = subprocess.run(["promtool", "test", "rules", "alerts_test.yml"], cwd=FOLDER, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"promtool: {done.stdout}{done.stderr}")
-    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
-    tests = yaml.safe_load((FOLDER / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
-    cases = {(one["alertname"], bool(one["exp_alerts"])) for test in tests for one in test["alert_rule_test"]}
-    both = [rule["alert"] for rule in rules if {(rule["alert"], True), (rule["alert"], False)} <= cases]
-    return {"value": len(both), "of": len(rules), "bar": "all"}
-
-
 def ladder_down_tokens(folder: Path) -> dict[str, Any]:
     """Count the tokens until a budget of 3 ms is on its last rung, when hooks on a random host take 30 ms more."""
     down, _, hooks_ms = _ladder(folder)
@@ -119,51 +85,14 @@ def ladder_up_tokens(folder: Path) -> dict[str, Any]:
     return {"value": up, "hooks_ms": hooks_ms, "bar": "<= 200"}
 
 
-def drift_false_alarms_per_1000_days(folder: Path) -> dict[str, Any]:
-    """Count the alarms of 1,000 simulated days of random requests without drift."""
-    from drift_simulation import DAYS, without_drift
-
-    return {"value": without_drift().total(), "days": DAYS, "bar": "<= 1"}
-
-
-def drift_detect_requests(folder: Path) -> dict[str, Any]:
-    """Count the requests by which 95 of 100 simulated doublings of a base rate of one in ten are found."""
-    import numpy as np
-
-    from drift_simulation import CLAIMED, until_found
-
-    return {"value": float(np.percentile(until_found(*CLAIMED), 95)), "base_rate": CLAIMED[0], "bar": "<= 1000"}
-
-
-def fuzzed_deployments(folder: Path) -> dict[str, Any]:
-    """Read 10,000 files at random: each has to end in a typed error with a line, or in a monitor that is as it says."""
-    import torch
-    from test_deployment import text_of
-
-    from conftest import make_model, make_pack
-    from fuzzed_deployments import at_random
-    from probemon.host.fingerprint import fingerprint
-
-    host = {"model_id": "tiny", "hidden_size": 16, "n_layers": 3, "fingerprint": fingerprint(make_model())}
-    sets = {"rate_0.01": torch.full((40,), 0.25)}
-    make_pack(folder / "pack", make_model(), alert_set="usual", alert_sets=sets, host=host)
-    ends = at_random(folder, text_of(folder), _FILES, seed=1)
-    return {"value": ends.total(), "ends": dict(ends), "bar": f"{_FILES:,}, none in anything else"}
-
-
 CLAIMS: dict[str, Callable[[Path], dict[str, Any]]] = {
     one.__name__: one
     for one in (
         series_8000_concepts,
         scrape_ms,
         step_overhead_pct,
-        dashboard_expressions_ok,
-        rules_tested,
         ladder_down_tokens,
         ladder_up_tokens,
-        drift_false_alarms_per_1000_days,
-        drift_detect_requests,
-        fuzzed_deployments,
     )
 }
 
@@ -253,20 +182,10 @@ def _timed(counts: Any) -> Any:
     return Timed()
 
 
-def _panels(panel: Any) -> list[Any]:
-    return [panel, *panel.get("panels", ())]
-
-
-def _family(name: str) -> str:
-    from probemon.ops.telemetry.metric_families import FAMILIES
-
-    return name if name in FAMILIES else re.sub(r"_(bucket|sum|count)$", "", name)
-
-
 def main() -> None:
-    """Check the claims, and write what was found beside what is in the file already."""
+    """Check the claims, and write what was found."""
     from probemon.util.files import write_text_atomically
-    from provenance import about, commit
+    from provenance import about
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="result file, docs/benchmarks/operations.json")
@@ -275,13 +194,10 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name in arguments.only:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = {**CLAIMS[name](Path(folder)), "commit": commit()}
+            found[name] = CLAIMS[name](Path(folder))
         print(name, json.dumps(found[name]), flush=True)
     if arguments.json is not None:
-        path = arguments.json
-        before = json.loads(path.read_text(encoding="utf-8"))["claims"] if path.exists() else {}
-        result = {**about(), "claims": {**before, **found}}
-        write_text_atomically(path, json.dumps(result, indent=1) + "\n")
+        write_text_atomically(arguments.json, json.dumps({**about(), "claims": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe_rows import inference, parallel, training, weights
+from recipe_rows import inference, training, weights
 from recipe_rows.rows import RECIPES
 
-__all__ = ["RECIPES", "inference", "parallel", "training", "weights"]
+__all__ = ["RECIPES", "inference", "training", "weights"]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/evidence")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/benchmarks")]
 HEADLINES = (
     "auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median",
     "n_test", "firing_recall_exact", "share_evaluated_exact",

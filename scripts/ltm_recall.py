@@ -3,7 +3,7 @@
 
     python scripts/ltm_recall.py --check --json out.json       # the shipped weights, within a minute
     python scripts/ltm_recall.py --train                       # makes them anew, and those of the window-only twin
-    python scripts/ltm_recall.py --study --json study.json     # beside other models: evidence/recall_study.py
+    python scripts/ltm_recall.py --study --json study.json     # beside other models: benchmarks/recall_study.py
 
 The task: four pairs of a key and a value, filler, then four times "? key", to which the value is the answer. Keys and
 values are of 16 each and drawn by themselves, so that without the pairs nothing beats 1 in 16. All data are random.
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "benchmarks")]
 
 from transformers.utils import logging  # noqa: E402
 

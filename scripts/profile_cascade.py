@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/evidence")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/benchmarks")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cascade_profile.measure import from_nothing, paged_load, where_ours_goes
 from cascade_profile.report import show
 from cascade_profile.world import (
     H1,
@@ -372,9 +371,6 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
                 runs[name] = time_both(pair, bar)
                 pair.twin.loaded.clear()
             gc.unfreeze()
-        goes = where_ours_goes(pairs["top_30"].ours, world.states)
-        begun = from_nothing(Path(scratch) / "pack", world.states, lambda opened: manager_of(opened, COMPARED[-1]))
-        paged = paged_load(pack, args.seed)
         impl = pairs["top_30"].ours.impl
     compared = [setting.name for setting in COMPARED]
     twin, ours = ({name: runs[name][side] for name in compared} for side in ("twin", "ours"))
@@ -385,7 +381,6 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
         "speedup_top_30": speedup(runs["top_30"]),
         "speedups": {name: speedup(runs[name]) for name in compared},
         "load_split": load_split(list(runs.values())),
-        "paged_load_per_probe": paged,
         "step_breakdown": {name: runs[name]["steps"] for name in compared},
         "per_token_no_pruning": runs["no_pruning"]["tokens"],
         "per_token_top_30": runs["top_30"]["tokens"],
@@ -398,7 +393,6 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
                 for i, side in enumerate(("twin", "ours"))
             }
         ),
-        "from_nothing": begun,
         "offline_configuration": {
             "base_layers": list(OFFLINE.base_layers),
             "keep_top_k": OFFLINE.keep_top_k,
@@ -407,7 +401,6 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
             "ours": runs["offline"]["ours"],
             "speedup": speedup(runs["offline"]),
         },
-        "where_ours_goes": goes,
         "agreement": {
             "tokens_compared": len(settings) * args.tokens,
             "largest_score_difference": worst,

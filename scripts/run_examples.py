@@ -14,7 +14,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-sys.path.insert(0, str(Path(__file__).parent / "evidence"))
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 from arithmetic import arithmetic
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

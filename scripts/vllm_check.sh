@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs vLLM's real engine, watched, on the demo model, and writes docs/benchmarks/vllm.json. Safe to repeat: what was
-# found already stays, as long as the adapter means the same. Some 20 minutes on 2 cores, the environment not counted.
+# found already stays: empty build/vllm after a change of the adapter. Some 20 minutes on 2 cores, the environment not counted.
 # --only PART ... runs some parts; --folder says where they are kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/vllm_env.sh
-export PYTHONPATH="$PWD:$PWD/scripts/evidence" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-exec "${VLLM_ENV:-.venv-vllm}/bin/python" scripts/evidence/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json "$@"
+export PYTHONPATH="$PWD:$PWD/scripts/benchmarks" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+exec "${VLLM_ENV:-.venv-vllm}/bin/python" scripts/benchmarks/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json "$@"

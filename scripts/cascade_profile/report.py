@@ -42,8 +42,9 @@ def show(result: dict[str, Any]) -> None:
         console.print()
         console.print(table)
     console.print()
-    for line in (_hundred(result), _growth(result), _verdict(result)):
-        console.print(line)
+    console.print(_hundred(result))
+    console.print(_growth(result))
+    console.print(f"Ours is {result['speedup_top_30']:.1f} times as fast per token at top-30.")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -54,13 +55,11 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _load(result: dict[str, Any]) -> Table:
-    split, paged = result["load_split"], result["paged_load_per_probe"]
+    split = result["load_split"]
     table = _table(f"One load of the twin (mean of {split['n_loads']})", "part", "ms", "share")
     for part in ("file_read", "model_and_weights", "transfer"):
         table.add_row(PARTS[part], f"{split[part]['ms']:.3f}", f"{split[part]['share']:.1%}")
-    table.add_row("total", f"{split['total_ms']:.3f}", "100.0%", end_section=True)
-    table.add_row("ours, paged: copied one by one", f"{paged['one_by_one_ms']:.3f}", "")
-    table.add_row("ours, paged: twenty neighbours at once", f"{paged['twenty_at_once_ms']:.3f}", "")
+    table.add_row("total", f"{split['total_ms']:.3f}", "100.0%")
     return table
 
 
@@ -113,19 +112,13 @@ def _compared(result: dict[str, Any]) -> Table:
 
 
 def _hundred(result: dict[str, Any]) -> str:
-    sums, begun = result["hundred_tokens_ms"], result["from_nothing"]
-    total = sum(begun.values())
-    ours = (
-        f"Ours from nothing at top-30, {result['n_tokens']} tokens: {total:.0f} ms, of which opening the pack"
-        f" {begun['open_ms']:.0f} and making the manager {begun['manager_ms']:.0f}; weights are checked once, at first"
-        " use."
-    )
+    sums = result["hundred_tokens_ms"]
     if sums is None:
-        return f"100-token overhead: not measured, the stream has {result['n_tokens']} tokens.\n{ours}"
+        return f"100-token overhead: not measured, the stream has {result['n_tokens']} tokens."
     each = "; ".join(
         f"{NAMES[name]} {sums['twin'][name] / 1e3:.2f} s, ours {sums['ours'][name] / 1e3:.3f} s" for name in NAMES
     )
-    return f"100-token overhead, measured: {each}.\n{ours}"
+    return f"100-token overhead, measured: {each}."
 
 
 def _growth(result: dict[str, Any]) -> str:
@@ -137,15 +130,4 @@ def _growth(result: dict[str, Any]) -> str:
         f" after {rows[-1]['token']}; at top-30 a token loads {sum(children) / len(children):.1f} children on average,"
         f" {max(children)} at most, and {result['parents_over_threshold']['top_30']:.0%} of the scored parents pass the"
         f" threshold ({result['parents_over_threshold']['no_pruning']:.0%} without pruning)."
-    )
-
-
-def _verdict(result: dict[str, Any]) -> str:
-    goes = result["where_ours_goes"]
-    bound = "reading weights" if goes["reading_ms"] >= goes["fixed_ms"] else "what surrounds the reading of weights"
-    return (
-        f"Ours is {result['speedup_top_30']:.1f} times as fast per token at top-30 and is bound by {bound}: with cold"
-        f" caches a step of {goes['step_ms']:.2f} ms spends {goes['reading_ms']:.2f} ms on the weights of"
-        f" {goes['scored_mean']:.0f} probes ({goes['weights_read_mb']:.1f} MB at {goes['read_gb_per_s']:.1f} GB/s) and"
-        f" {goes['fixed_ms']:.2f} ms on calls and bookkeeping."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe_rows import data, inference, parallel, tools, training, weights
+from recipe_rows import inference, training, weights
 from recipe_rows.rows import RECIPES
 
-__all__ = ["RECIPES", "data", "inference", "parallel", "tools", "training", "weights"]
+__all__ = ["RECIPES", "inference", "training", "weights"]

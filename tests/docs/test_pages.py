@@ -32,9 +32,9 @@ def anchors_of(page):
 
 def test_examples_print_what_the_pages_show():
     done = subprocess.run(
-        [sys.executable, "scripts/evidence/page_output.py", "--check"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "scripts/benchmarks/page_output.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, f"{done.stderr[-3000:]}\nscripts/evidence/page_output.py renews the output"
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\nscripts/benchmarks/page_output.py renews the output"
 
 
 def test_readme_is_short_and_in_its_order():

@@ -1,4 +1,4 @@
-"""On a real GPU (`pytest -m gpu`, or scripts/evidence/gpu_check.sh): the kernels, and the whole engine against the
+"""On a real GPU (`pytest -m gpu`, or scripts/benchmarks/gpu_check.sh): the kernels, and the whole engine against the
 CPU's.
 """
 

@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("first", range(0, N_CASES, 10))
 def test_every_command_line_ends_with_a_status_and_a_line(runs, first):
-    """More of them: scripts/evidence/fuzz_commands.py."""
+    """More of them: scripts/benchmarks/fuzz_commands.py."""
     for number in range(first, first + 10):
         case = draw(Random(f"sample {number}"), TABLE)
         trouble = judge(case, runs.run(case))

@@ -1,4 +1,4 @@
-"""Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/evidence/fuzz.py)
+"""Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/benchmarks/fuzz.py)
 found, and that it would notice.
 """
 

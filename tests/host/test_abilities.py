@@ -1,6 +1,6 @@
 """What a host cannot do: refused where its own answer is wrong, by an oracle on the bare host, and nowhere else.
 
-A sample of `scripts/evidence/architectures.py`, which runs every architecture in every mode; and trying a twin leaves
+A sample of `scripts/benchmarks/architectures.py`, which runs every architecture in every mode; and trying a twin leaves
 no trace.
 """
 

@@ -782,7 +782,7 @@ def test_long_generation_is_kept_in_few_pieces_and_is_exact(manager, model):
 
 
 def test_watching_keeps_no_more_memory_for_a_longer_generation(manager, model):
-    """The short form of scripts/evidence/soak.py, on the memory of Python and numpy alone; without the bound the same
+    """The short form of scripts/benchmarks/soak.py, on the memory of Python and numpy alone; without the bound the same
     measure grows.
     """
     grown = {}

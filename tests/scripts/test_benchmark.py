@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import benchmark
-import eviction
 from bench import gpu, scale, scoring, stepping
 from bench.scoring import Cell, WrongScores
 from bench.timing import ratio
@@ -142,18 +141,6 @@ def test_steps_are_timed_where_both_slow_twins_do_the_same_work(monkeypatch):
     monkeypatch.setattr(SuccessorTwin, "score_loaded", lambda self, hidden: dict.fromkeys(self.loaded, 0.5))
     with pytest.raises(Disagreement, match="slow twins"):
         stepping.measure(200, 2)
-
-
-def test_eviction_policies_on_a_trace_worked_by_hand():
-    trace = [[0], [1], [0], [2], [0], [1], [2]]  # two slots
-    counted = {name: eviction.misses(trace, 3, 2, key) for name, key in eviction.POLICIES.items()}
-    assert counted == {
-        "least recently used": 5,  # 0 1 | 2 for 1 | 1 for 2 | 2 for 0
-        "least often used": 5,  # 0 1 | 2 for 1 | 1 for 2 | 2 for 1
-        "least often used lately": 5,
-        "first in, first out": 6,  # 0 1 | 2 for 0 | 0 for 1 | 1 for 2 | 2 for 0
-        "bound: used again last (knows the future)": 4,  # 0 1 | 2 for 1 | 1 for 0, which is not used again
-    }
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured():

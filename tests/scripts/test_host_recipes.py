@@ -29,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kerne
         ("batched generation", "falcon_h1"),
         ("tokens one by one on a used cache", "mamba"),
         ("pruning, rows", "mamba2"),
-        ("memory-mapped tokens", "ltm"),
     ],
 )
 def test_a_row_holds_and_its_trap_is_there(name, host):

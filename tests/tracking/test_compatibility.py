@@ -4,7 +4,6 @@ docs/compatibility.md.
 PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py        # writes the table anew
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
 import figures
-import memory_figures
 from arrangements import ARRANGEMENTS
 from conftest import OLDEST, PAD, make_pack
 from oracle import check
@@ -256,7 +254,7 @@ def test_table_in_the_documents_is_what_was_found():
             " name.",
             "",
             (
-                "With transformers 5.0.0 (`bash scripts/evidence/test_oldest.sh`) the same tests pass, and more is"
+                "With transformers 5.0.0 (`bash scripts/benchmarks/test_oldest.sh`) the same tests pass, and more is"
                 " refused. By transformers itself: a prompt in chunks, early exit, a draft model or prompt lookup on a"
                 " host with sliding windows. By probemon: continuous batching, whose requests that version keeps"
                 " elsewhere, and beams on a recurrent state, which that version does not reorder."
@@ -273,23 +271,23 @@ def test_table_in_the_documents_is_what_was_found():
                 " nothing of the kind, or was not watched."
             ),
             "",
-            *memory_figures.recipes_watched(json.loads((path.parent / "benchmarks/host_recipes.json").read_text())),
+            *figures.block("host_recipes.json", "recipes_watched"),
             "",
             "## Every architecture of transformers",
             "",
             (
-                "Written by `python scripts/evidence/architectures.py` (`docs/benchmarks/architectures.json`); a sample"
-                " of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny and random, of each"
-                " architecture's own code. *Exact*: every score of every token is that of one plain forward over the"
-                " row's tokens alone. *As run*: the host does not agree with such a forward by itself, even without a"
-                " cache (it looks at tokens that come after, say), and every score is that of a state which it had."
-                " *Refused*: by a typed error; where that says that the host's own answer is wrong, its own logits are"
-                " away from those of one forward. *The host fails*: it raises without probemon, too. A gap is"
-                " masked columns between a row's tokens, as a row of a batch has that ended early and goes on in the"
-                " next turn."
+                "Written by `python scripts/benchmarks/architectures.py` (`docs/benchmarks/architectures.json`); a"
+                " sample of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny and random,"
+                " of each architecture's own code. *Exact*: every score of every token is that of one plain forward"
+                " over the row's tokens alone. *As run*: the host does not agree with such a forward by itself, even"
+                " without a cache (it looks at tokens that come after, say), and every score is that of a state"
+                " which it had. *Refused*: by a typed error; where that says that the host's own answer is wrong,"
+                " its own logits are away from those of one forward. *The host fails*: it raises without probemon,"
+                " too. A gap is masked columns between a row's tokens, as a row of a batch has that ended early and"
+                " goes on in the next turn."
             ),
             "",
-            *figures.architectures(json.loads((path.parent / "benchmarks/architectures.json").read_text())),
+            *figures.block("architectures.json", "architectures"),
             "",
         ]
     )

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bem_oracle import make_host, randomise
-from perf_study.comparisons import adjusted, compare, pareto, pareto_shares, sign_flip
-from perf_study.gates import (
+from comparisons import adjusted, compare, pareto, pareto_shares, sign_flip
+from gates import (
     FAILED,
     NOT_JUDGED,
     PASSED,

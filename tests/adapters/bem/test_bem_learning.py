@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
-from bem_learns import BEM, LM_ONLY, SAME_SITES, Bandit, imitated, routed, static, two_domains
-from bem_learns import make_host as make_toy
 from bem_oracle import VOCAB, dense_update, make_host, randomise
+from bem_toys import BEM, LM_ONLY, SAME_SITES, Bandit, imitated, routed, static, two_domains
+from bem_toys import make_host as make_toy
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.distil import distil, distil_trained
 from probemon.adapters.bem.imitation import imitate, imitation_error
@@ -389,7 +389,7 @@ def test_a_checkpoint_that_is_no_adapter_is_refused_with_its_remedy(tmp_path):
 
 @peft_asks_by_an_older_name
 def test_a_routed_adapter_learns_two_domains_better_than_a_lora_with_more_parameters():
-    """One seed and few steps; scripts/evidence/bem_learns.py has five and an interval."""
+    """One seed and few steps."""
     learning, held_out = two_domains(0, 1, 16), two_domains(0, 3, 8)
     model, bem, n_routed = routed(0, 3e-2, 60, learning)
     found = evaluate(model, held_out)
@@ -689,9 +689,7 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
 
 
 def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
-    """The same sites, rank, data, steps and learning rate; scripts/evidence/bem_learns.py has five seeds, four learning
-    rates and an interval.
-    """
+    """The same sites, rank, data, steps and learning rate."""
     lessons, held_out, settings = two_domains(0, 1, 24), two_domains(0, 3, 8), TrainSettings(n_steps=80, lr=3e-2)
     _, bem, _ = routed(0, 5e-2, 120, lessons)
     with bem:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from bem_oracle import make_host
 from conftest import make_model, n_hooks
-from perf_study.gates import FAILED, integrity
+from gates import FAILED, integrity
 from probemon.adapters.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.adapters.bem.distil import distil, distil_trained
 from probemon.adapters.bem.evaluation.latency import take_turns

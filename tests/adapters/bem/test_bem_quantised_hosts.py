@@ -1,7 +1,7 @@
 """Adapters on hosts that torchao made smaller, and on one pruned to two weights of four.
 
 In a process of its own: where torchao can be imported, every import of transformers does so, and talks about it. What
-needs a GPU (int4 of its own packing, sparse kernels, float8 products) is in scripts/evidence/gpu_check.sh, unproven.
+needs a GPU (int4 of its own packing, sparse kernels, float8 products) is in scripts/benchmarks/gpu_check.sh, unproven.
 """
 
 import json

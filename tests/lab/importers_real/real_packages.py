@@ -1,5 +1,5 @@
 """What the other projects' own packages write, imported: scores are those of the packages themselves. Run by
-scripts/evidence/test_importers.sh, which installs them.
+scripts/benchmarks/test_importers.sh, which installs them.
 """
 
 import json

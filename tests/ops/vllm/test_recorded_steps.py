@@ -1,6 +1,6 @@
 """Rows of steps as a real vLLM 0.32 engine left them in its model runner, against what the engine gave its user.
 
-The steps of the first kind of model runner are recorded (scripts/evidence/vllm_steps.py): one run with drafts of
+The steps of the first kind of model runner are recorded (scripts/benchmarks/vllm_steps.py): one run with drafts of
 n-grams, one with a prefix cache, several answers to a prompt and so few blocks that requests were preempted. The second
 kind of model runner needs a GPU, and none has run it here: its steps are the same ones, laid into the structure that
 its source has, by hand.

@@ -1,0 +1,136 @@
+"""Gates: what an adapter has to show before it takes the place of another. All must hold; one without data holds not.
+
+gates = [integrity(checks), budget(n_trainable, n_lora), no_regression(by_metric), gain(by_slice, frontiers),
+         latency(ratios)]
+promoted(gates)                      # True only where each of them passed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from comparisons import adjusted, compare
+from probemon.adapters.bem.evaluation.statistics import median_interval
+from probemon.errors import ConfigError
+from probemon.util.checks import check_mapping, shown
+
+PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
+CUT_INVARIANCE = 1e-5
+BUDGET = 0.02  # of trainable numbers, beside those of the LoRA that it is compared with
+COSTLY = 0.05  # share by which other costs may be over the LoRA's before they are named
+REGRESSION = 0.005  # of a core metric, relative
+SIGNIFICANT = 0.05
+ROBUST = 0.9  # share of drawn seeds in which a variant is on a frontier
+FRONTIERS = 2
+LATENCY = 1.15  # of an unmerged LoRA's
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One condition: its `verdict` ("passed", "failed" or "not judged"), and the sentence that says why."""
+
+    name: str
+    verdict: str
+    why: str
+
+
+def promoted(gates: Sequence[Gate]) -> bool:
+    """Whether every gate passed, and there was one: what was not judged has not passed."""
+    return bool(gates) and all(gate.verdict == PASSED for gate in gates)
+
+
+def integrity(errors: Mapping[str, float | None]) -> Gate:
+    """The adapter is what it promises: by name, the largest error of each check. None: it was not run.
+
+    `start` (against the bare host), `rows` (alone or in a batch), `leak` (later tokens changed) and `cached` (tokens of
+    a greedy generation that differ without a cache) must be 0, `cut` (a sequence in pieces) at most 1e-5. Raises
+    `ConfigError` for another name, and for what is no number.
+    """
+    allowed = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": CUT_INVARIANCE}
+    if unknown := check_mapping("errors", errors).keys() - allowed.keys():
+        raise ConfigError(f"no check of integrity is named {min(unknown)!r}: there are {', '.join(allowed)}")
+    known = {name: error for name in allowed if (error := errors.get(name)) is not None}
+    for name, error in known.items():
+        if isinstance(error, bool) or not isinstance(error, (int, float, np.integer, np.floating)):
+            raise ConfigError(f"the error of {name} is {shown(error)}: give a number, or None where it was not run")
+    missing = [name for name in allowed if name not in known]
+    broken = [f"{name} {error:g}" for name, error in known.items() if not error <= allowed[name]]  # NaN is broken
+    if broken:
+        return Gate("integrity", FAILED, f"errors over what is allowed: {', '.join(broken)}")
+    if missing:
+        return Gate("integrity", NOT_JUDGED, f"not run: {', '.join(missing)}")
+    return Gate("integrity", PASSED, "starts as the host, keeps rows apart, reads no future, and is the same when cut")
+
+
+def budget(n_trainable: int, n_lora: int, costs: Mapping[str, tuple[float, float]] | None = None) -> Gate:
+    """It learns as many numbers as the LoRA that it is compared with, within 2 %.
+
+    `costs`: by name, what else it takes and what the LoRA takes, as operations or peak memory. One that is over the
+    LoRA's by more than 5 % is named, and fails nothing.
+    """
+    if n_lora <= 0:
+        return Gate("budget", NOT_JUDGED, "there is no LoRA to compare with")
+    off = n_trainable / n_lora - 1
+    why = f"{n_trainable:,} trainable numbers beside {n_lora:,}: {off:+.2%}"
+    over = {name: ours / theirs - 1 for name, (ours, theirs) in (costs or {}).items() if ours > (1 + COSTLY) * theirs}
+    why += "".join(f"; {name} {share:+.0%}" for name, share in over.items())
+    return Gate("budget", PASSED if abs(n_trainable - n_lora) <= BUDGET * n_lora else FAILED, why)
+
+
+def no_regression(relative_differences: Mapping[str, Sequence[float]]) -> Gate:
+    """No core metric is worse by half a per cent: of each, paired relative differences by seed (better is positive);
+    the lower end of its one-sided 95 % t interval has to be over -0.5 %.
+    """
+    if not relative_differences or any(len(d) < 2 for d in relative_differences.values()):
+        return Gate("no regression", NOT_JUDGED, "a core metric needs two seeds at least, and there must be one")
+    ends = {name: compare(d, confidence=0.9).low for name, d in relative_differences.items()}
+    lows = {name: low for name, low in ends.items() if low is not None}
+    name = min(lows, key=lambda metric: lows[metric])
+    verdict = PASSED if lows[name] > -REGRESSION else FAILED
+    return Gate("no regression", verdict, f"{name} is worse by at most {max(0.0, -lows[name]):.2%} (95 %)")
+
+
+def gain(
+    differences: Mapping[str, Sequence[float]],
+    shares: Mapping[str, float] | None = None,
+    *,
+    own: Collection[str] | None = None,
+) -> Gate:
+    """It is better somewhere: on a slice by the exact test, adjusted over all slices that were compared; or robustly on
+    two frontiers.
+
+    `differences`: by slice (or variant and slice, all that were looked at), paired by seed. `own`: which of them are of
+    the variant that is judged, where others were looked at too; None: all. `shares`: by frontier, in which share of
+    drawn seeds it is on it.
+    """
+    shares = shares or {}
+    robust = [name for name, share in shares.items() if share >= ROBUST]
+    compared = {name: compare(d) for name, d in differences.items() if len(d)}
+    if not compared and not shares:
+        return Gate("gain", NOT_JUDGED, "nothing was compared")
+    p = dict(zip(compared, adjusted([one.p for one in compared.values()]), strict=True)) if compared else {}
+    judged = [name for name in p if own is None or name in own]
+    better = [name for name in judged if p[name] <= SIGNIFICANT and compared[name].mean > 0]
+    if better or len(robust) >= FRONTIERS:
+        parts = [f"{name} {compared[name].mean:+.4g} (p {p[name]:.3g})" for name in better]
+        parts += [f"robustly on the frontier of {name}" for name in robust]
+        return Gate("gain", PASSED, "; ".join(parts))
+    if judged and all(compared[name].smallest_p > SIGNIFICANT for name in judged):
+        return Gate("gain", NOT_JUDGED, "too few seeds for any p of 0.05: give five or more")
+    least = f"the least adjusted p is {min(p[name] for name in judged):.3g}; " if judged else ""
+    return Gate("gain", FAILED, f"{least}robustly on {len(robust)} frontiers")
+
+
+def latency(ratios: Sequence[float]) -> Gate:
+    """What was timed takes at most 15 % longer than with an unmerged LoRA: paired ratios of times taken in turns; the
+    upper end of the 95 % interval of their median, by order statistics, decides.
+    """
+    interval = median_interval(ratios)
+    if interval is None:
+        return Gate("latency", NOT_JUDGED, f"{len(ratios)} paired ratios are too few for an interval of their median")
+    high = interval[1]
+    why = f"median ratio {float(np.median(ratios)):.3f}, at most {high:.3f} (95 %)"
+    return Gate("latency", PASSED if high <= LATENCY else FAILED, why)

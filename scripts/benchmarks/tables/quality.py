@@ -1,0 +1,157 @@
+"""Tables of docs/quality.md, docs/training.md and docs/shipped-packs.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def rules(found: dict[str, Any]) -> list[str]:
+    """Of each pack, score rule and way of expanding: mean recall of a document's firing probes with its interval, and
+    share of the probes active, on each text.
+    """
+    texts = list(found["texts"])
+    lines = ["| pack | scores | expand threshold | " + " | ".join(texts) + " |", "|---|---|---|" + "---|" * len(texts)]
+    cells: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        if row["text"] in texts:
+            cells.setdefault((row["pack"], row["score_rule"], row["rule"]), {})[row["text"]] = row
+    for (pack, rule, how), by_text in cells.items():
+        told = [
+            f"{row['document_recall']:.3f} ({row['document_low']:.3f} to {row['document_high']:.3f}) at"
+            f" {row['share_active']:.1%}"
+            for row in (by_text[text] for text in texts)
+        ]
+        lines.append(f"| `{pack}` | {rule} | {how} | " + " | ".join(told) + " |")
+    return lines
+
+
+def retained(found: dict[str, Any]) -> list[str]:
+    """Step by step over generated text: what `keep_top_k` and `max_rounds` do to the recall and the share active."""
+    rows = [row for row in found["rows"] if "keep_top_k" in row]
+    keeps = sorted({row["keep_top_k"] for row in rows})
+    lines = [
+        "| pack | scores | expand threshold | rounds | " + " | ".join(f"keep_top_k {k}" for k in keeps) + " |",
+        "|---|---|---|---|" + "---|" * len(keeps),
+    ]
+    cells: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault(
+            (row["pack"], row["score_rule"], row["rule"], "to the fixed point" if row["max_rounds"] is None else "one"),
+            {},
+        )[row["keep_top_k"]] = row
+    for (pack, rule, how, rounds), by_keep in cells.items():
+        lines.append(
+            f"| `{pack}` | {rule} | {how} | {rounds} | "
+            + " | ".join(f"{by_keep[k]['document_recall']:.3f} at {by_keep[k]['share_active']:.1%}" for k in keeps)
+            + " |"
+        )
+    return lines
+
+
+def mails(found: dict[str, Any]) -> list[str]:
+    """Each aggregator and baseline: by token and by document, AUROC and rates at thresholds calibrated to 1 %."""
+    lines = [
+        "| method | by token: AUROC | caught | false alarms | by mail: AUROC | caught | false alarms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        told = []
+        for unit in ("token", "document"):
+            part = row[unit]
+            told += (
+                ["", "", ""]
+                if part is None
+                else [
+                    f"{part['auroc']:.3f}",
+                    *(f"{part[k]['rate']:.1%} ({part[k]['low']:.1%} to {part[k]['high']:.1%})" for k in ("tpr", "fpr")),
+                ]
+            )
+        lines.append(f"| {row['method']} | " + " | ".join(told) + " |")
+    return lines
+
+
+def shown(found: dict[str, Any]) -> list[str]:
+    """What the linear pack fires at by its recommended thresholds, by kind of text, and by those of the other set."""
+    lines = [
+        "| text | fires a noun | right | fires a new noun | right | recall | fires another token | evaluated |"
+        " by rate: fires a new noun | right |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, text in next(iter(found["packs"].values()))["texts"].items():
+        at, loose = text["by_strength"][0], text["by_rate"]
+        lines.append(
+            f"| {name} | {at['fires_per_noun']:.2f} | {at['right']:.3f} | {at['fires_per_held_out_noun']:.2f} |"
+            f" {at['right_held_out']:.3f} | {at['recall_held_out']:.2f} | {at['fires_per_other']:.4f} |"
+            f" {text['share_evaluated']['precision_0.9']:.1%} | {loose['fires_per_held_out_noun']:.2f} |"
+            f" {loose['right_held_out']:.3f} |"
+        )
+    return lines
+
+
+def shown_claims(found: dict[str, Any]) -> list[str]:
+    """The claims of what is shown, with their aims."""
+    aims = {
+        "precision_news_0_7": ("news, .7 fires a new noun: right", "at least .95", 0.95, 1),
+        "precision_news_1_5": ("news, 1.5 fires a new noun: right", "at least .90", 0.9, 1),
+        "precision_unseen_source_0_7": ("the host's answers, .7 fires a new noun: right", "at least .90", 0.9, 1),
+        "precision_recommended": ("by the recommended set, new nouns of all prose: right", "at least .90", 0.9, 1),
+        "fires_per_other_token": ("by the same, fires a token of no noun, prose", "at most .02", 0.02, -1),
+        "fires_per_code_token": ("by the same, fires a token of code, JSON and tables", "at most .02", 0.02, -1),
+    }
+    lines = ["| | measured | aim |", "|---|---|---|"]
+    for key, (words, aim, bar, sign) in aims.items():
+        value = found["claims"][key]
+        missed = "" if sign * (value - bar) >= 0 else ", **missed**"
+        lines.append(f"| {words} | {value:.3f} | {aim}{missed} |")
+    return lines
+
+
+def training(found: dict[str, Any]) -> list[str]:
+    """What the trained probes of each case are, beside what needs no probe, and what they took."""
+    lines = [
+        "| case | concept | probe | words | input embedding | mean state | masked | shuffled | TPR at 1 % |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, case in found["cases"].items():
+        if name.endswith("again"):
+            continue
+        for id, concept in case["concepts"].items():
+            rate = concept["tpr_at_fpr"]["0.01"]
+            cells = [concept["auroc"], *(concept["baselines"][key] for key in ("words", "embedding", "pooled"))]
+            cells += [concept["without_giveaways"], concept["shuffled"]]
+            areas = " | ".join("–" if area is None else f"{area:.3f}" for area in cells)
+            lines.append(f"| {name} | {id} | {areas} | {'too few' if rate is None else format(rate['rate'], '.2f')} |")
+    return lines
+
+
+def training_costs(found: dict[str, Any]) -> list[str]:
+    """What each case took, and what was taken."""
+    lines = [
+        "| case | texts | kind | site | minutes | GB of memory | GB of states |",
+        "|---|---:|---|---|---:|---:|---:|",
+    ]
+    for name, case in found["cases"].items():
+        n_texts = sum(part["texts"] for key, part in case["examples"].items() if "background" not in key)
+        sites = ", ".join(sorted({concept["site"] for concept in case["concepts"].values()}))
+        lines.append(
+            f"| {name} | {n_texts:,} | {case['method']} | {sites} | {case['minutes']:.1f} | {case['gigabytes']:.1f} |"
+            f" {case['states_gigabytes']:.1f} |"
+        )
+    return lines
+
+
+def packs(found: dict[str, Any]) -> list[str]:
+    """The quality of each shipped pack, of `found`: their manifests by name."""
+    lines = [
+        "| pack | probes | size | median AUROC | 10th percentile | example sentences | among siblings |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, manifest in found.items():
+        q, shape = manifest["quality"], manifest["architecture"]
+        size = sum(file["size"] for file in manifest["files"].values()) / 1e6
+        words = "linear" if not shape["hidden"] else "-".join(map(str, [*shape["hidden"], 1]))
+        lines.append(
+            f"| `{name}` | {q['n_probes']}, {words} | {size:.1f} MB | {q['auroc_median']:.3f} | {q['auroc_p10']:.3f} |"
+            f" {q['auroc_examples_median']:.3f} | {q['auroc_siblings_median']:.3f} |"
+        )
+    return lines

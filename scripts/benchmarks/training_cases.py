@@ -1,0 +1,200 @@
+"""Probes trained by the command on real texts: how good they are, beside what needs no probe, and what it takes.
+
+    python scripts/benchmarks/training_cases.py --out docs/benchmarks/training.json
+    python scripts/benchmarks/training_cases.py --only thousand --out docs/benchmarks/training_thousand.json
+
+- mails: 4,000 of SpamAssassin's, spam and mail that sells, each its subject and 800 characters; run twice, the second
+  time from the states of the first
+- news: 1,500 BBC articles of five topics, 800 characters of each
+- pairs: fifty sentences of other BBC articles, each beside itself with its words in a random order: the words of both
+  sides of a pair are the same
+- thousand: every paragraph of the BBC's articles, with a thousand words for concepts: a paragraph has those that stand
+  in it. It shows what so many concepts take on two layers, not what a probe is good for, and runs by itself.
+
+Each runs as a command of its own, whose time and largest resident memory are taken. The texts are fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from probemon.util.files import write_text_atomically
+from provenance import about
+from real_text import bbc, mails
+
+LAYERS = ("--layers", "12,18")  # of the thousand
+BARS = {
+    "mails_minutes": 15,
+    "mails_again_minutes": 1,
+    "mails_gigabytes": 3,
+    "mails_auroc": 0.990,
+    "mails_under_pooled": 0.005,
+    "pairs_minutes": 3,
+    "shuffled_share": 0.95,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--only", choices=["mails", "news", "pairs", "thousand"])
+    arguments = parser.parse_args()
+    cases: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if arguments.only in (None, "pairs"):
+            cases["pairs"] = run(folder, "pairs", written(folder / "pairs.jsonl", of_pairs()))
+        if arguments.only in (None, "mails"):
+            data = written(folder / "mails.jsonl", of_mails())
+            cases["mails"] = run(folder, "mails", data)
+            cases["mails, again"] = run(folder, "mails", data, "--overwrite")
+        if arguments.only in (None, "news"):
+            cases["news"] = run(folder, "news", written(folder / "news.jsonl", of_news()), "--exclusive")
+        if arguments.only == "thousand":
+            cases["thousand"] = run(
+                folder, "thousand", written(folder / "thousand.jsonl", of_words()), "--exclusive", *LAYERS
+            )
+            said = cases["thousand"].pop("concepts")
+            cases["thousand"]["areas"] = areas(said)
+    found = {"cases": cases, "claims": claims(cases), "bars": BARS, **about()}
+    print(json.dumps(found["claims"], indent=1))
+    if arguments.out:
+        write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
+
+
+def of_mails() -> Iterator[dict[str, Any]]:
+    texts = list({text.text: text for text in mails() if text.text.strip()}.values())
+    random.Random(0).shuffle(texts)
+    for text in texts[:4000]:
+        spam = text.label == "spam"
+        labels = {"spam": spam, "sells": spam or text.id.startswith("hard-ham")}
+        yield {"text": text.text, "labels": labels}
+
+
+def of_news() -> Iterator[dict[str, Any]]:
+    texts = list(bbc())
+    random.Random(0).shuffle(texts)
+    for text in texts[:1500]:
+        yield {"text": text.text[:800], "labels": [text.label]}
+
+
+def of_pairs() -> Iterator[dict[str, Any]]:
+    texts, rng = list(bbc()), random.Random(1)
+    rng.shuffle(texts)
+    sentences = (re.split(r"(?<=[.!?]) ", text.text.split("\n\n")[1].strip())[0] for text in texts)
+    chosen = [sentence for sentence in sentences if 8 <= len(sentence.split()) <= 40][:50]
+    for sentence in chosen:
+        words = sentence.split()
+        rng.shuffle(words)
+        yield {"positive": " ".join(words), "negative": " ".join(sentence.split()), "concept": "scrambled"}
+
+
+def of_words(n_words: int = 1000) -> Iterator[dict[str, Any]]:
+    """Yield paragraphs with those of a thousand words that stand in them: words of neither most nor few paragraphs."""
+    paragraphs = [
+        (text.id, paragraph.strip())
+        for text in bbc()
+        for paragraph in text.text.split("\n")
+        if len(paragraph.split()) >= 8
+    ]
+    no_names = {"true", "false"}  # which are no names of concepts
+    words_of = [set(re.findall(r"[a-z]{4,}", paragraph.lower())) - no_names for _, paragraph in paragraphs]
+    count = Counter(word for words in words_of for word in words)
+    by_count = sorted((word for word in count if count[word] <= len(paragraphs) / 50), key=lambda w: (-count[w], w))
+    chosen = set(by_count[:n_words])
+    for (article, paragraph), words in zip(paragraphs, words_of, strict=True):
+        yield {"text": paragraph, "labels": sorted(words & chosen), "group": article}
+
+
+def areas(concepts: dict[str, Any]) -> dict[str, Any]:
+    """Return what is told of many concepts: quantiles of their areas under the ROC curve, and how many each has."""
+    values = {
+        "probe": [one["auroc"] for one in concepts.values()],
+        "shuffled": [one["shuffled"] for one in concepts.values()],
+        "positive_texts": [one["n_positive"] for one in concepts.values()],
+    }
+    found: dict[str, Any] = {"concepts": len(concepts)}
+    for name, of in values.items():
+        known = sorted(value for value in of if value is not None)
+        found[name] = {f"{share:.0%}": known[int(share * (len(known) - 1))] for share in (0.05, 0.5, 0.95)}
+    return found
+
+
+def written(path: Path, rows: Iterator[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(folder: Path, name: str, data: Path, *options: str) -> dict[str, Any]:
+    """Run the command, and return what it says with its time and memory."""
+    out = folder / "packs" / name
+    command = [sys.executable, "-m", "probemon", "train", "demo", str(data), "--out", str(out), "--json"]
+    command += ["--states", str(folder / f"{name}-states"), *options]
+    begin = time.perf_counter()
+    with (folder / f"{name}.json").open("w") as answer, (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=answer, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit((folder / f"{name}.log").read_text())
+    said = json.loads((folder / f"{name}.json").read_text())
+    size = sum(path.stat().st_size for path in (folder / f"{name}-states").iterdir())
+    card = (out / "README.md").read_text(encoding="utf-8")
+    return {
+        "minutes": round((time.perf_counter() - begin) / 60, 2),
+        "cpu_minutes": round((usage.ru_utime + usage.ru_stime) / 60, 2),
+        "gigabytes": round(usage.ru_maxrss / 1e6, 2),
+        "states_gigabytes": round(size / 1e9, 2),
+        "first_line": next(line for line in card.splitlines() if line and not line.startswith("#")),
+        "warnings": re.findall(r"(?m)^- (.*)$", card),
+        **{key: said[key] for key in ("method", "kinds", "watch", "examples", "sites", "background_fires")},
+        "concepts": {id: {key: concept[key] for key in KEPT} for id, concept in said["concepts"].items()},
+    }
+
+
+KEPT = (
+    "site", "n_positive", "n_negative", "auroc", "low", "high", "tpr_at_fpr", "methods", "baselines", "shuffled",
+    "random_direction", "without_giveaways", "over_words", "over_embedding", "alert",
+)  # fmt: skip
+
+
+def claims(cases: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of the cases that ran, with what was found."""
+    found: dict[str, Any] = {}
+    if "mails" in cases:
+        concepts = cases["mails"]["concepts"].values()
+        found["mails_minutes"] = cases["mails"]["minutes"]
+        found["mails_again_minutes"] = cases["mails, again"]["minutes"]
+        found["mails_gigabytes"] = cases["mails"]["gigabytes"]
+        found["mails_auroc"] = round(min(concept["auroc"] for concept in concepts), 4)
+        under = [concept["baselines"]["pooled"] - concept["auroc"] for concept in concepts]
+        found["mails_under_pooled"] = round(max(under), 4)
+    if "pairs" in cases:
+        found["pairs_minutes"] = cases["pairs"]["minutes"]
+    shuffled = [concept["shuffled"] for case in cases.values() for concept in case.get("concepts", {}).values()]
+    if shuffled:
+        found["shuffled_share"] = round(sum(0.45 <= area <= 0.55 for area in shuffled) / len(shuffled), 3)
+    at_least = ("mails_auroc", "shuffled_share")
+    return {
+        name: {
+            "value": value,
+            "bar": BARS[name],
+            "holds": value >= BARS[name] if name in at_least else value <= BARS[name],
+        }
+        for name, value in found.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

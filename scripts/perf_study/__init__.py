@@ -1,1 +1,0 @@
-"""Parts of `scripts/perf_track.py`: the study on the demo model, and the report."""

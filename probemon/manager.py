@@ -76,7 +76,7 @@ class DynamicProbeManager(Scorer):
         our hooks did not see is no error: each rule's `on_blind` says what follows. Raises `DeploymentError` with the
         line of what is wrong, `PackError`.
         """
-        from probemon.monitor.deployment import Deployment
+        from probemon.ops.deployment.deployment import Deployment
 
         deployment = Deployment.read(os.fspath(path))
         for name in settings:

@@ -208,7 +208,7 @@ class MonitorRun:
         one of `probemon.core.aggregate`.
         `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
         ends `generate` with `ConceptRaised`, a callable gets the `Event`, "record" does no more than put it into
-        `run.events`, and `Escalate` asks a judge (`probemon.monitor.escalation`).
+        `run.events`, and `Escalate` asks a judge (`probemon.ops.judges.escalation`).
         `on_blind`: the same at a generated token that was not seen, whose scores nobody knows, where the run goes on
         (`attach(..., on_gap=...)`); "pass" does nothing, and a warning at the end says how many there were.
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.drift_tests import BLOCK, FALSE_ALARMS, IN_REQUESTS, WINDOWS, DriftTests
 from probemon.core.request_counts import N_NORM_BINS, N_SCORE_BINS, RequestCounts
+from probemon.ops.drift.drift_tests import BLOCK, FALSE_ALARMS, IN_REQUESTS, WINDOWS, DriftTests
 from probemon.util.files import write_text_atomically
 from provenance import about
 

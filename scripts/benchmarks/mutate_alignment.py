@@ -319,7 +319,7 @@ MUTATIONS = [
         "a step begins before the one under way has ended",
     ),
     (
-        "monitor/publisher.py",
+        "monitor/followers.py",
         "placed.columns - recording.offset,",
         "placed.columns,",
         "sinks get columns of the cache for positions",
@@ -669,7 +669,7 @@ MUTATIONS = [
         "of a row that was moved, columns of an earlier turn are taken twice",
     ),
     (
-        "monitor/escalations.py",
+        "ops/judges/escalations.py",
         "row if turn.origin is None else int(turn.origin[row])",
         "row",
         "a judge reads the text of the row that stood there before",

@@ -108,7 +108,7 @@ def _ladder(folder: Path) -> tuple[int | None, int | None, float]:
 
     from conftest import make_model, make_pack
     from probemon import DynamicProbeManager
-    from probemon.monitor.budget import Budget
+    from probemon.ops.budget import Budget
 
     model, rungs, slow = make_model(), list[str](), True
     pack = make_pack(folder / "pack", model)

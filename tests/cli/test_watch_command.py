@@ -34,8 +34,8 @@ from probemon.cli.watch_answer import Watched, _why_unseen, apart
 from probemon.cli.watch_rules import Watching, score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
 from probemon.monitor import overhead as measuring
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import describe, leading
+from probemon.ops.deployment.deployment import Deployment
 from probemon.packs.group import PackGroup
 from probemon.tracking.recording import LAST, RecordedTokens
 

@@ -94,7 +94,7 @@ def test_help_names_every_aggregator(command):
 
 
 def test_the_schema_of_deployments_names_every_aggregator():
-    rule = json.loads(source("monitor/deployment.schema.json"))
+    rule = json.loads(source("ops/deployment/deployment.schema.json"))
     told = next(line for line in json.dumps(rule, indent=1).splitlines() if "Compare a running score" in line)
     expected = [name for name, form in AGGREGATORS.items() if form.make and name not in ("none", "each")]
     expected += [form.example for form in AGGREGATORS.values() if not form.make]

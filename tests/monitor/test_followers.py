@@ -12,8 +12,8 @@ from hears import hears
 from probemon import DynamicProbeManager
 from probemon.core.scores import PROMPT
 from probemon.errors import AlignmentError, ConceptRaised
-from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
+from probemon.ops.judges.escalation import Escalate
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 PROMPTS = torch.tensor([[PAD, PAD, 5, 6, 7], [8, 9, 10, 11, 12]])

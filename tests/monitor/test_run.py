@@ -18,7 +18,7 @@ from conftest import PAD, make_model, make_pack, n_hooks, not_in_oldest
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, UnknownConcept
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget
+from probemon.ops.budget import Budget
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])

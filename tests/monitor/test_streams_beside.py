@@ -16,8 +16,8 @@ from conftest import PAD
 from probemon import DynamicProbeManager
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget
 from probemon.monitor.sinks import MemorySink
+from probemon.ops.budget import Budget
 from probemon.ops.telemetry.metrics import ProcessMetrics
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}

@@ -16,7 +16,7 @@ from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.lab.calibration.calibrate import calibrate_alerts
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.corpora.analyze import _identified as identified
-from probemon.monitor.drift import DriftMonitor
+from probemon.ops.drift.drift_monitor import DriftMonitor
 from probemon.packs.copies import copy_pack
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset

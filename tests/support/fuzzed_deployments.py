@@ -10,8 +10,8 @@ import yaml
 
 from probemon import DynamicProbeManager
 from probemon.errors import DeploymentError, PackError
-from probemon.monitor.deployment import SCHEMA, Deployment
-from probemon.monitor.deployment_cost import cost_of
+from probemon.ops.deployment.cost import cost_of
+from probemon.ops.deployment.deployment import SCHEMA, Deployment
 
 # Beside what the file has: every other key that it may have.
 MORE = """

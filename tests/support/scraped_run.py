@@ -11,10 +11,10 @@ from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor
 from probemon.adapters.routing.recorder import Routing
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget
-from probemon.monitor.drift import DriftMonitor
-from probemon.monitor.escalation import Escalate
 from probemon.monitor.sinks import MemorySink
+from probemon.ops.budget import Budget
+from probemon.ops.drift.drift_monitor import DriftMonitor
+from probemon.ops.judges.escalation import Escalate
 from probemon.ops.telemetry.exposition import served
 from probemon.ops.telemetry.metrics import ProcessMetrics
 from prometheus_server import Prometheus

@@ -23,7 +23,7 @@ from conftest import PAD, make_model, make_pack
 from oracle import states
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError
-from probemon.monitor.escalations import last_ids
+from probemon.ops.judges.escalations import last_ids
 from probemon.tracking.recording import BEFORE, LAST
 
 N_TRIALS = 12

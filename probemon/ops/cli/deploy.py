@@ -35,8 +35,8 @@ def check(
 
     What is wrong is one line, which names the line of the file, and exit status 2.
     """
-    from probemon.monitor.deployment_cost import cost_of
     from probemon.monitor.rules import named_action
+    from probemon.ops.deployment.cost import cost_of
     from probemon.packs.group import told_of_never
 
     deployment, pack = open_deployment(file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from probemon.cli.common import check_beside_file
 
 if TYPE_CHECKING:
-    from probemon.monitor.deployment import Deployment
+    from probemon.ops.deployment.deployment import Deployment
     from probemon.packs.group import AnyPack
 
 
@@ -18,8 +18,8 @@ def open_deployment(path: Path, packs: object = None, alert_set: str | None = No
     The other arguments are those of a command, which a deployment says already. Raises `ConfigError`,
     `DeploymentError`, `PackError`.
     """
-    from probemon.monitor.deployment import Deployment
-    from probemon.monitor.deployment_cost import cost_of
+    from probemon.ops.deployment.cost import cost_of
+    from probemon.ops.deployment.deployment import Deployment
 
     check_beside_file(packs, alert_set)
     deployment = Deployment.read(path)

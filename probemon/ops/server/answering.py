@@ -21,10 +21,10 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
-from probemon.monitor.escalation import Escalate
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
 from probemon.monitor.rules import Action, Event, Named, Rule
+from probemon.ops.judges.escalation import Escalate
 from probemon.ops.server.answer_text import AnswerText
 from probemon.ops.server.draws import Draws
 from probemon.ops.server.held import Held, Takes

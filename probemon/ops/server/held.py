@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.rules import Rule, check_asked
+from probemon.ops.deployment.deployment import Deployment
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from probemon.host.chat_template import render
 from probemon.host.text_tokens import ids_of
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
-from probemon.monitor.budget import Budget
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.rules import make_rules
+from probemon.ops.budget import Budget
+from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.held import Holding
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.requests import Request, WantedRule, Watch

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from probemon.core.concept_names import MOST_NAMED
 from probemon.engine.audit import Audit
 from probemon.errors import ConfigError, MissingExtra
-from probemon.monitor.budget import Budget
 from probemon.monitor.followers import Follower
+from probemon.ops.budget import Budget
 from probemon.ops.telemetry.exposition import exposition, several_processes
 from probemon.ops.telemetry.metric_families import FAMILIES, PROCESS
 from probemon.ops.telemetry.run_counts import RunCounts

@@ -20,12 +20,12 @@ import numpy as np
 from probemon.core.scores import COUNTS, PHASES, Gap, Scores
 from probemon.engine.audit import Audit
 from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
-from probemon.monitor.budget import Budget
-from probemon.monitor.drift import DriftMonitor
 from probemon.monitor.followers import Batch, Follower
-from probemon.monitor.judge_desk import FAILURES
 from probemon.monitor.rules import ESCALATE, TOLD_ACTIONS, Event
 from probemon.monitor.rungs import LEFT_OUT, NAMES
+from probemon.ops.budget import Budget
+from probemon.ops.drift.drift_monitor import DriftMonitor
+from probemon.ops.judges.judge_desk import FAILURES
 from probemon.tracking.recording import GAP, Recording
 from probemon.tracking.source_reports import ForwardTime
 

@@ -34,12 +34,12 @@ from probemon.core.hierarchy import Ints
 from probemon.core.scores import PROMPT, HostState, Scores
 from probemon.errors import AlignmentError, ConfigError
 from probemon.manager import DynamicProbeManager
-from probemon.monitor.deployment import Deployment
-from probemon.monitor.escalation import Escalate
 from probemon.monitor.failures import MAX_KEPT, Failures
 from probemon.monitor.health import Health
 from probemon.monitor.result import Result
 from probemon.monitor.rules import Event, Rule
+from probemon.ops.deployment.deployment import Deployment
+from probemon.ops.judges.escalation import Escalate
 from probemon.ops.vllm.client_health import client_health
 from probemon.ops.vllm.event_fields import event_of
 from probemon.ops.vllm.messages import (

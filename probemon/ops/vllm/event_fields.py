@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from probemon.monitor.judge_desk import Verdict
 from probemon.monitor.rules import Event
+from probemon.ops.judges.judge_desk import Verdict
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:

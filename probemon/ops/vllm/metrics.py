@@ -18,7 +18,7 @@ from probemon.ops.vllm.messages import Message, RuleMet, StepTokens
 from probemon.tracking.source_reports import ForwardTime
 
 if TYPE_CHECKING:
-    from probemon.monitor.deployment import Deployment
+    from probemon.ops.deployment.deployment import Deployment
     from probemon.ops.telemetry.metrics import ProcessMetrics
     from probemon.ops.vllm.client import VllmClient
     from probemon.packs.group import AnyPack

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from probemon.errors import AlignmentError, ConfigError
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.result import Result
+from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.vllm.messages import RequestScores, unpack
 from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
 from probemon.ops.vllm.request_names import names_of_choices

@@ -31,7 +31,7 @@ from probemon.lab.cli.scored_documents import ScoredDocuments
 from probemon.lab.corpora.corpus import score_documents
 from probemon.lab.corpora.documents import read_documents
 from probemon.lab.corpora.windows import Reading, Window
-from probemon.monitor.drift import DriftMonitor
+from probemon.ops.drift.drift_monitor import DriftMonitor
 from probemon.packs.edit import rename
 
 AGGREGATORS = [Each(), Mean(), Max(), Ema(0.3), RollingMean(3), RollingMax(3), Attention(0.1)]

@@ -17,10 +17,10 @@ import torch
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.stream import encode
 from probemon.monitor.summary import summarise
 from probemon.ops.cli import serve as command
+from probemon.ops.deployment.deployment import Deployment
 
 MESSAGES = [{"role": "user", "content": "Tell me about whales."}]
 

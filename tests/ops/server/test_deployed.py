@@ -15,9 +15,9 @@ from conftest import make_pack
 from local_servers import answering
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError
-from probemon.monitor.deployment import Deployment
 from probemon.monitor.rungs import NAMES
 from probemon.ops.cli.serve import _reload
+from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.served import Served
 from running_server import LIMITS, Running, demo_tokenizer, eventually, tiny_host
 

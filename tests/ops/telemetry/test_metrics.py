@@ -27,11 +27,11 @@ from probemon.adapters.routing.statistics import METRICS
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget
-from probemon.monitor.drift import DriftMonitor
-from probemon.monitor.escalation import Escalate
 from probemon.monitor.rungs import DEPTH, NAMES, OFF
 from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink
+from probemon.ops.budget import Budget
+from probemon.ops.drift.drift_monitor import DriftMonitor
+from probemon.ops.judges.escalation import Escalate
 from probemon.ops.telemetry.exposition import served
 from probemon.ops.telemetry.metric_families import FAMILIES, SERVER, table
 from probemon.ops.telemetry.metrics import ProcessMetrics

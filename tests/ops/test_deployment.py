@@ -21,9 +21,9 @@ from probemon import DynamicProbeManager, JsonLinesSink
 from probemon.errors import ConfigError, DeploymentError, HostMismatch, PackError, ProbemonError
 from probemon.host.fingerprint import fingerprint
 from probemon.host.identity import stated_host
-from probemon.monitor.deployment import SCHEMA, Deployment
-from probemon.monitor.deployment_cost import cost_of
-from probemon.monitor.escalation import Escalate
+from probemon.ops.deployment.cost import cost_of
+from probemon.ops.deployment.deployment import SCHEMA, Deployment
+from probemon.ops.judges.escalation import Escalate
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}

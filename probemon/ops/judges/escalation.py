@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from probemon.errors import ConfigError
-from probemon.monitor.judge_desk import Desk
 from probemon.monitor.rules import AskedAction, Event
+from probemon.ops.judges.judge_desk import Desk
 from probemon.util.checks import check_callable, check_choice, check_count, check_number
 
 if TYPE_CHECKING:
@@ -112,6 +112,6 @@ class Escalate(AskedAction):
 
     def decider(self, publisher: Publisher) -> Decider:
         """Make what asks the judges of one run."""
-        from probemon.monitor.escalations import Escalations
+        from probemon.ops.judges.escalations import Escalations
 
         return Escalations(publisher)

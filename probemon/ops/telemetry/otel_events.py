@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Self
 from probemon.core.scores import PROMPT
 from probemon.errors import ConfigError, MissingExtra
 from probemon.monitor.followers import Follower
-from probemon.monitor.otlp_logs import SCOPE, OtlpLogs, check_endpoint
 from probemon.monitor.rules import ESCALATE, Event
+from probemon.ops.telemetry.otlp_logs import SCOPE, OtlpLogs, check_endpoint
 from probemon.packs.strength import in_short
 from probemon.tracking.recording import GAP, Recording
 

@@ -16,8 +16,8 @@ from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
 from probemon import DynamicProbeManager, Event
 from probemon.errors import ConfigError
-from probemon.monitor.escalation import Escalate, Question
-from probemon.monitor.http_judge import PROMPT, HttpJudge
+from probemon.ops.judges.escalation import Escalate, Question
+from probemon.ops.judges.http_judge import PROMPT, HttpJudge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
 

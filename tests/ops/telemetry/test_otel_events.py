@@ -24,9 +24,9 @@ from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
 from probemon import DynamicProbeManager
 from probemon.errors import ConceptRaised, ConfigError, MissingExtra
-from probemon.monitor.escalation import Escalate
-from probemon.monitor.otel_events import LABELS, UNSEEN_ERRORS, OpenTelemetryEvents
-from probemon.monitor.otlp_logs import check_endpoint
+from probemon.ops.judges.escalation import Escalate
+from probemon.ops.telemetry.otel_events import LABELS, UNSEEN_ERRORS, OpenTelemetryEvents
+from probemon.ops.telemetry.otlp_logs import check_endpoint
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 PROMPTS = torch.tensor([[PAD, PAD, 5, 6, 7], [8, 9, 10, 11, 12]])
@@ -363,7 +363,7 @@ def test_a_process_ends_although_a_collector_never_answers():
     with silent() as address:
         script = f"""
 import time
-from probemon.monitor.otlp_logs import OtlpLogs
+from probemon.ops.telemetry.otlp_logs import OtlpLogs
 logs = OtlpLogs({address!r})
 for _ in range(600):  # a batch is under way
     logs.emit(event_name="e", attributes={{}})

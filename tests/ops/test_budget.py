@@ -15,8 +15,8 @@ import grouped_packs
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
-from probemon.monitor.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget
 from probemon.monitor.rungs import ALL, AUDIT, DEPTH, EVERY, LEFT_OUT, NAMED, NAMES, OFF, SAMPLED
+from probemon.ops.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget
 from probemon.tracking import decoder_hooks
 from probemon.tracking.source_reports import ForwardTime
 

@@ -28,12 +28,12 @@ from probemon.errors import ConfigError, DeploymentError, HostMismatch, Probemon
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.budget import Budget
-from probemon.monitor.escalation import Escalate
-from probemon.monitor.http_judge import HttpJudge
-from probemon.monitor.otel_events import OpenTelemetryEvents
 from probemon.monitor.rules import Rule, make_rules
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
+from probemon.ops.budget import Budget
+from probemon.ops.judges.escalation import Escalate
+from probemon.ops.judges.http_judge import HttpJudge
+from probemon.ops.telemetry.otel_events import OpenTelemetryEvents
 from probemon.packs.configured import ConfiguredPack, configure_group
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.pack import ProbePack

@@ -5,7 +5,6 @@ import pytest
 from scipy import stats
 
 from drift_simulation import without_drift
-from probemon.core.drift_tests import BLOCK, DriftTests, fisher, ks_chance, ks_distance
 from probemon.core.request_counts import (
     SCORE_EDGES,
     RequestCounts,
@@ -13,6 +12,7 @@ from probemon.core.request_counts import (
     norm_bins,
     norm_of_bin,
 )
+from probemon.ops.drift.drift_tests import BLOCK, DriftTests, fisher, ks_chance, ks_distance
 
 
 def test_fishers_test_is_that_of_scipy_with_its_smaller_tail_doubled():

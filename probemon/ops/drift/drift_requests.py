@@ -35,7 +35,7 @@ from probemon.tracking.generation import States
 from probemon.tracking.recording import Recording
 
 if TYPE_CHECKING:
-    from probemon.monitor.drift import DriftMonitor
+    from probemon.ops.drift.drift_monitor import DriftMonitor
 
 _MOST_OPEN = 256  # documents of plain forwards, of which nobody says that they have ended
 

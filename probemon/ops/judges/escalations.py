@@ -20,10 +20,10 @@ import numpy as np
 
 from probemon.core.scores import Scores
 from probemon.monitor.check import FAILED, OK, WARNING, Check
-from probemon.monitor.escalation import HOLD, PASS, RAISE, STOP, Escalate, Question
 from probemon.monitor.followers import Batch, Decider
-from probemon.monitor.judge_desk import ERROR, LATE, NOT_ASKED, Asked
 from probemon.monitor.rules import Event, Verdict
+from probemon.ops.judges.escalation import HOLD, PASS, RAISE, STOP, Escalate, Question
+from probemon.ops.judges.judge_desk import ERROR, LATE, NOT_ASKED, Asked
 from probemon.tracking.align import NO_ID
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording

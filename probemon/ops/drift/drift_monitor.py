@@ -9,7 +9,8 @@
 A request is a row of a generation, or of a document of plain forwards. Only whole ones are compared: with a token that
 was not seen, or a probe that a limit dropped, nobody knows what fired. Where a host is another than that of the
 reference, this is said, and its requests are not compared: the numbers would be of something else. Those of the
-reference's host are, also where hosts take turns. The tests and their false alarms are in `probemon.core.drift_tests`.
+reference's host are, also where hosts take turns. The tests and their false alarms are in
+`probemon.ops.drift.drift_tests`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.core.drift_reference import DriftReference
-from probemon.core.drift_tests import BLOCK, KINDS, Difference, DriftTests
 from probemon.core.hierarchy import Ints
 from probemon.core.request_counts import RequestCounts, RequestTraits, norm_of_bin, score_of_bin
 from probemon.engine.joint import JointPlan
@@ -35,8 +35,9 @@ from probemon.errors import CalibrationError, ConfigError
 from probemon.host.changes import HostMark
 from probemon.host.identity import HostIdentities, changed
 from probemon.monitor.check import OK, WARNING, Check
-from probemon.monitor.drift_requests import RunRequests
 from probemon.monitor.followers import Follower
+from probemon.ops.drift.drift_requests import RunRequests
+from probemon.ops.drift.drift_tests import BLOCK, KINDS, Difference, DriftTests
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import PROBES
 from probemon.util.checks import check_callable

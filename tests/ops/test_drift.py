@@ -22,7 +22,7 @@ from probemon.core.drift_reference import DriftReference
 from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.errors import CalibrationError, ConfigError
 from probemon.monitor.check import OK, WARNING
-from probemon.monitor.drift import ALARM_KINDS, DriftMonitor
+from probemon.ops.drift.drift_monitor import ALARM_KINDS, DriftMonitor
 from running_server import demo_tokenizer
 
 ROWS, NEW = 50, 3

@@ -23,11 +23,11 @@ from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.core.scores import Scores
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
-from probemon.monitor.budget import Budget
-from probemon.monitor.escalation import Escalate
-from probemon.monitor.escalations import last_ids
 from probemon.monitor.followers import Follower
-from probemon.monitor.judge_desk import Asked
+from probemon.ops.budget import Budget
+from probemon.ops.judges.escalation import Escalate
+from probemon.ops.judges.escalations import last_ids
+from probemon.ops.judges.judge_desk import Asked
 from probemon.tracking.align import PlacedTokens, SequenceColumns
 from probemon.tracking.recording import Recording
 from probemon.tracking.run_recordings import keep_newest
@@ -583,7 +583,7 @@ def test_workers_are_few_are_shared_by_runs_and_end_when_nothing_waits(manager, 
 def test_a_judge_that_hangs_lets_the_process_end():
     script = """
 import time
-from probemon.monitor.judge_desk import Asked, Desk
+from probemon.ops.judges.judge_desk import Asked, Desk
 desk = Desk(n_workers=2, max_waiting=2)
 for _ in range(4):
     desk.put(Asked(lambda: time.sleep(60), within=60, on_failure="stop", join=print, tell=print))

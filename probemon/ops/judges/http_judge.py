@@ -23,8 +23,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from probemon.errors import ConfigError, JudgeFailed
-from probemon.monitor.escalation import Question
-from probemon.monitor.judge_desk import RULINGS
+from probemon.ops.judges.escalation import Question
+from probemon.ops.judges.judge_desk import RULINGS
 from probemon.util.checks import check_text, shown
 
 PROMPT = (

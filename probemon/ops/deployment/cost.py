@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from probemon.monitor.deployment import Deployment
+from probemon.ops.deployment.deployment import Deployment
 from probemon.packs.configured import ConfiguredPack
 from probemon.packs.group import AnyPack
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class ProbemonError(Exception):
@@ -24,6 +25,17 @@ class ProbemonError(Exception):
 
 class ConfigError(ProbemonError, ValueError):
     """A setting has a value that cannot work."""
+
+
+class RuleError(ConfigError):
+    """A rule has a field that cannot be; the message begins with its name, and `.field` has it."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.field)
 
 
 class DeploymentError(ConfigError):

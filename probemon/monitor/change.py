@@ -7,7 +7,6 @@ change.make(watches)                                  # the number of the state 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any, Protocol
 
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError, closest
-from probemon.monitor.rules import Rule, make_rules
+from probemon.errors import ConfigError
+from probemon.monitor.rule_spec import Rule, RuleSpec
 from probemon.monitor.watches import Watches
 from probemon.packs.group import AnyPack
 from probemon.util.checks import check_mappings
@@ -63,9 +62,6 @@ class DeploymentFile(Protocol):
         """Raise `ConfigError` where it counts a concept by name that is to be excluded."""
 
 
-_OF_A_RULE = [name for name in inspect.signature(make_rules).parameters if name != "pack"]
-
-
 @dataclass(frozen=True)
 class Change:
     """None of a part leaves it as it is. `of_file`: the rules of `deployment`."""
@@ -87,9 +83,7 @@ class Change:
         exclude: Wanted | None,
     ) -> Change:
         """Check the arguments of `MonitorRun.update`; `before`: the deployment that holds. Raises what that raises."""
-        own = (
-            None if rules is None else [one for rule in check_mappings("rules", rules) for one in _made(manager, rule)]
-        )
+        own = None if rules is None else _made(manager, rules)
         if deployment is None:
             if own is None and always_on is None and exclude is None:
                 raise ConfigError("nothing is to change: give a deployment, rules, always_on or exclude")
@@ -120,10 +114,6 @@ class Change:
         )
 
 
-def _made(manager: Scorer, rule: Mapping[str, Any]) -> list[Rule]:
-    for name in rule:
-        if name not in _OF_A_RULE:
-            raise ConfigError(f"a rule has no {name!r}{closest(name, _OF_A_RULE)}: see MonitorRun.on")
-    if "concept" not in rule:
-        raise ConfigError("a rule has no concept: give the arguments of MonitorRun.on, concept among them")
-    return make_rules(manager.pack, **rule)
+def _made(manager: Scorer, rules: Sequence[Mapping[str, Any]]) -> list[Rule]:
+    specs = [RuleSpec.from_dict(rule) for rule in check_mappings("rules", rules)]
+    return [rule for spec in specs for rule in spec.rules(manager.pack)]

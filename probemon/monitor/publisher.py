@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from probemon.core.memory_reads import MemoryReads
-from probemon.core.scores import GENERATED, Scores
+from probemon.core.scores import GENERATED, PROMPT, Scores
 from probemon.errors import ConceptRaised, NotSupportedDecoding
 from probemon.host.changes import HostMark
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT
 from probemon.monitor.followers import Batch, Decider, Followers
+from probemon.monitor.rule_spec import Rule
 from probemon.monitor.rules import (
     NO_STOP_IN_BEAMS,
     PASS,
@@ -28,11 +28,10 @@ from probemon.monitor.rules import (
     Action,
     AskedAction,
     Event,
-    Rule,
     check_beams,
     named_action,
 )
-from probemon.monitor.watches import Watch, Watches
+from probemon.monitor.watches import Watches
 from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import GenerateCall
@@ -80,8 +79,8 @@ class Publisher:
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self._changing = threading.Lock()  # events come, and are replaced once a judge has ruled, in several threads
         self._deciders: dict[type, Decider] = {}
-        # Generated tokens, why some have no scores that a rule passes over, and these rules.
-        self._n_generated, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
+        # Tokens that rules are asked of, why some have no scores that a rule passes over, and these rules.
+        self._n_asked, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
         # In what the host changed within a generation, or a document, of which nothing is kept any more.
         self.changed_within: list[str] = []
@@ -134,14 +133,8 @@ class Publisher:
         if generation is not None:
             all_seen = scores.coverage.all_seen
             generation.mark_scored(placed, all_seen=all_seen)
-            if placed.phase == GENERATED:
-                self._n_generated += len(placed)
-                passing = () if all_seen else [rule for _, rule in watch.rules if rule.on_blind == PASS]
-                if passing:
-                    self._unjudged.update(filter(None, scores.coverage.unseen))
-                    self._passing.update((id(rule), rule) for rule in passing)
-                if watch.rules:
-                    self._ask_rules(watch, generation, placed, scores, reads)
+            if placed.phase == GENERATED or watch.panel.asks(placed.phase):
+                self._ask(batch, generation, scores, all_seen)
         self.followers.scored(batch, scores)
 
     def warn_of_silence(self, model: object, called: bool, threads: WatchedThreads) -> None:
@@ -169,15 +162,28 @@ class Publisher:
         if self._unjudged:
             [(reason, n)] = self._unjudged.most_common(1)
             warnings.warn(
-                f"{self._unjudged.total()} of {self._n_generated} generated tokens have no scores, so"
+                f"{self._unjudged.total()} of {self._n_asked} tokens that rules are asked of have no scores, so"
                 f" {counted(len(self._passing), 'rule')} could not be asked of them ({reason}: {n})",
                 UserWarning,
                 stacklevel=3,
             )
 
-    def _ask_rules(
-        self, watch: Watch, generation: Generation, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None
-    ) -> None:
+    def _ask(self, batch: Batch, generation: Generation, scores: Scores, all_seen: bool) -> None:
+        """Ask the rules of tokens of a phase that some of them are asked of, or that are generated."""
+        watch, placed, reads = batch.watch, batch.placed, batch.reads
+        self._n_asked += len(placed)
+        unseen = Counter(filter(None, scores.coverage.unseen)) if not all_seen else Counter[str]()
+        if placed.phase == PROMPT and not generation.asked_of_prompt:  # what came in a cache no forward has
+            generation.asked_of_prompt = True
+            if n_before := batch.recording.n_before():
+                unseen[batch.recording.before] += n_before
+                self._n_asked += n_before
+        passing = [rule for _, rule in watch.rules if unseen and rule.on_blind == PASS and rule.asks(placed.phase)]
+        if passing:
+            self._unjudged.update(unseen)
+            self._passing.update((id(rule), rule) for rule in passing)
+        if not watch.rules:
+            return
         for rule, i, known in watch.panel.ask(placed, scores, generation.states_of_rule):
             if "blind" in known:
                 self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, **known), generation)
@@ -196,13 +202,10 @@ class Publisher:
             row=int(placed.rows[i]),
             column=int(placed.columns[i]),
             token_id=int(placed.ids[i]),
-            above=rule.above,
-            for_tokens=rule.for_tokens,
             provisional=placed.provisional,
-            aggregate=str(rule.aggregator),
             generation=recording.number,
             request=recording.request,
-            alert_set=rule.alert_set,
+            **rule.event_fields(self._pack),
             **{"score": 0.0, **known},
         )
 
@@ -230,14 +233,7 @@ class Publisher:
             generation.stop_row(event.row, event.column)
             self.followers.stopped(event)
         elif action == "raise":
-            where = f"row {event.row}, column {event.column}"
-            said = (
-                f"{event.name} ({event.concept}) is not known at {where}: {event.blind}"
-                if event.blind
-                else f"{event.name} ({event.concept}) was over {event.above} at {event.for_tokens} tokens in a row,"
-                f" the last at {where}"
-            )
-            generation.raise_later(ConceptRaised(said, event), event.column)
+            generation.raise_later(ConceptRaised(event.in_words(), event), event.column)
 
     def replace_event(self, before: Event, after: Event) -> None:
         """Put an event with its verdict into the place of the one without, in any thread."""

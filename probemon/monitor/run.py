@@ -21,11 +21,10 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from transformers import StoppingCriteriaList
 
-from probemon.core.aggregate import Aggregator
 from probemon.core.concept_names import Wanted
 from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
@@ -43,7 +42,8 @@ from probemon.monitor.health import Health, run_health
 from probemon.monitor.lent_calls import LentCalls
 from probemon.monitor.publisher import Publisher, changed_within
 from probemon.monitor.result import Result, find_result
-from probemon.monitor.rules import Action, AskedAction, Event, Named, Rule, check_asked, check_beams, make_rules
+from probemon.monitor.rule_spec import Rule, RuleFields, RuleSpec
+from probemon.monitor.rules import Action, AskedAction, Event, Named, check_asked, check_beams
 from probemon.monitor.token_scorer import TokenScorer
 from probemon.monitor.watches import Watched, Watches
 from probemon.tracking.hand_loop import HandLoop
@@ -186,46 +186,19 @@ class MonitorRun:
 
     # -- the face --------------------------------------------------------------------------------
 
-    def on(
-        self,
-        concept: Wanted,
-        *,
-        above: float | None = None,
-        for_tokens: int = 1,
-        aggregate: str | Aggregator | None = None,
-        action: Action = "stop",
-        on_blind: Action = "pass",
-    ) -> None:
-        """Act when a concept scores over `above` at `for_tokens` generated tokens in a row: once, until it was at
-        `above` or below it again at a token that was seen. With an aggregate that never falls, "max", that is once a
-        row.
+    def on(self, concept: Wanted | None = None, **fields: Unpack[RuleFields]) -> None:
+        """Act when a concept scores over a threshold, with the fields of a `RuleSpec` (`probemon.monitor.rule_spec`):
 
-        `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
-        with `*`): a rule for each.
-        `above`: by default the pack's alert threshold (of the set in force, `manager.pack.alert_set`), with an
-        aggregate the one calibrated for it.
-        `aggregate`: compares a running score instead of each token's own: "mean", "max", "attention", "ema:0.3", ... or
-        one of `probemon.core.aggregate`.
-        `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
-        ends `generate` with `ConceptRaised`, a callable gets the `Event`, "record" does no more than put it into
-        `run.events`, and `Escalate` asks a judge (`probemon.ops.judges.escalation`).
-        `on_blind`: the same at a generated token that was not seen, whose scores nobody knows, where the run goes on
-        (`attach(..., on_gap=...)`); "pass" does nothing, and a warning at the end says how many there were.
+            run.on("weapon", above=0.9, for_tokens=3, action="stop")
+            run.on("injection", within="prompt", action="record")
+            run.on(all_of=["weapon", "crime"], action=print)
 
         The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.
         """
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
-        rules = make_rules(
-            self.manager.pack,
-            concept,
-            above=above,
-            for_tokens=for_tokens,
-            aggregate=aggregate,
-            action=action,
-            on_blind=on_blind,
-        )
-        self.add_rules(self._lending(rules))
+        given: dict[str, Any] = {"concept": concept, **fields}
+        self.add_rules(self._lending(RuleSpec.from_dict(given).rules(self.manager.pack)))
 
     def _lending(self, rules: Sequence[Rule]) -> list[Rule]:
         """Return rules that hooks may hold."""
@@ -280,9 +253,9 @@ class MonitorRun:
             run.update("watch.yaml")                        # a deployment file that was edited
 
         It holds for every token that is scored from now on. What is given replaces what was: the run's own rules, each
-        with the arguments of `on`; the concepts that are always on; those that are excluded. A file replaces the rules
-        of the file before it, never the run's own, and the other two; all else in it has to say what the file said
-        that the run began with. A rule that stays goes on with its streaks.
+        with the fields of a `RuleSpec`; the concepts that are always on; those that are excluded. A file replaces the
+        rules of the file before it, never the run's own, and the other two; all else in it has to say what the file
+        said that the run began with. A rule that stays goes on with its streaks.
 
         Returns the number of the state that holds now: `run.watches[number]` says what it is, and `result.watches`
         from which position on it held. Raises `DeploymentError`, `UnknownConcept`, `ConfigError`,

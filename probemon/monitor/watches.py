@@ -20,7 +20,7 @@ import numpy as np
 from probemon.core.concept_names import Wanted
 from probemon.engine.scorer import Plan, Scorer
 from probemon.monitor.rule_panel import RulePanel
-from probemon.monitor.rules import Rule
+from probemon.monitor.rule_spec import Rule
 from probemon.monitor.rungs import ALL, NAMES, narrowed, rungs_of
 from probemon.packs.configured import found
 
@@ -130,7 +130,7 @@ class Watches:
                 said.exclude if exclude is None else self._ids(exclude),
                 deployment or said.deployment,
             )
-            probes = [rule.probe for rule in said.rules]
+            probes = [probe for rule in said.rules for probe in rule.probes]
             plan = self._manager.plan_with(probes, said.exclude, said.always_on)
             self._manager.engine.check_room(plan, partial(self._named, probes))
             if self._pinned:

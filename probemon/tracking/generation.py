@@ -55,6 +55,7 @@ class Generation:
     `by_hand`: a loop of the user's.
     `prompt_checked`: the first token was sampled, and what was run before is the prompt that was given.
     `sampled`: a token was just now, and which rows it ended is not known yet.
+    `asked_of_prompt`: rules on the prompt were.
     `beside`: what other runs, and this one, know of it.
     """
 
@@ -79,6 +80,7 @@ class Generation:
     by_hand: bool = False
     prompt_checked: bool = False
     sampled: bool = False
+    asked_of_prompt: bool = False
     beside: Sequence[Generation] = ()
 
     def join(self, followed: list[Generation]) -> None:

@@ -27,7 +27,7 @@ from bench.timing import interleaved, rows_of, summary, wall_clock
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.scores import RowState
 from probemon.monitor.rule_panel import RulePanel
-from probemon.monitor.rules import make_rules
+from probemon.monitor.rule_spec import RuleSpec
 from probemon.tracking.align import GENERATED, PlacedTokens
 
 HIDDEN = 576
@@ -169,7 +169,7 @@ def _rules(manager: DynamicProbeManager, n_steps: int) -> list[dict[str, Any]]:
     panels = {}
     for n in _N_RULES:
         chosen = [concept["id"] for concept in manager.pack.concepts[:n]]
-        panels[str(len(chosen))] = RulePanel(list(enumerate(make_rules(manager.pack, chosen, above=0.9))))
+        panels[str(len(chosen))] = RulePanel(list(enumerate(RuleSpec(chosen, above=0.9).rules(manager.pack))))
     known: dict[str, dict[int, Any]] = {name: {} for name in panels}
     taken = interleaved(
         {

@@ -20,7 +20,7 @@ from probemon.lab.calibration.calibrate import calibrate_alerts
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.calibration.score_statistics import ScoreStatistics
 from probemon.lab.training.settings import TrainingSettings
-from probemon.monitor.rules import make_rules
+from probemon.monitor.rule_spec import RuleSpec
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.group import PackGroup
 from probemon.packs.quantize import quantize
@@ -212,8 +212,8 @@ def test_nothing_is_calibrated_for_a_baseline():
 @pytest.mark.parametrize("aggregate", ["z:traffic:40", "rank:traffic:16", "z:traffic:64:ema:0.3"])
 def test_traffic_is_of_all_rows_and_runs_in_the_order_in_which_they_came(counted, aggregate):
     model, manager = make_model(), DynamicProbeManager(counted, load_threshold=0.0)
-    [rule] = make_rules(counted, "c9", above=0.4, aggregate=aggregate, action="record")
-    [other] = make_rules(counted, "c2", above=0.4, aggregate=aggregate, action="record")
+    [rule] = RuleSpec("c9", above=0.4, aggregate=aggregate, action="record").rules(counted)
+    [other] = RuleSpec("c2", above=0.4, aggregate=aggregate, action="record").rules(counted)
     order, met = [], []
     for ids in (BATCH, PROMPT):
         with manager.attach(model) as run:

@@ -14,7 +14,7 @@ from test_deployment import GREEDY, PROMPT, folder, text_of, written  # noqa: F4
 from conftest import make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError, NotSupportedDecoding, UnknownConcept
-from probemon.monitor.rules import make_rules
+from probemon.monitor.rule_spec import RuleSpec
 
 RECORD = {"action": lambda event: None}
 PARTS = [  # of each state: what is excluded, always on, and the rules as (concept, above, tokens in a row)
@@ -248,13 +248,13 @@ def test_what_cannot_be_changed_is_refused(folder):  # noqa: F811
         assert isinstance(run.failures[0], NotSupportedDecoding) and len(run.watches) == 1
         run._failures.errors.clear()
         run._failures.n_errors = 0
-    assert make_rules(manager.pack, "c3", above=0.1, for_tokens=1, aggregate=None, action="stop")
+    assert RuleSpec("c3", above=0.1, for_tokens=1, aggregate=None, action="stop").rules(manager.pack)
 
 
 def test_a_stop_that_came_while_beams_began_is_an_error_where_it_would_act(folder):  # noqa: F811
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     with manager.attach(model) as run:
-        late = make_rules(manager.pack, "c9", above=0.0, action="stop")
+        late = RuleSpec("c9", above=0.0, action="stop").rules(manager.pack)
         # Past the check of run.update, as where the beams begin between that and the change.
         run.follow(lambda placed, scores: run._watches.change(late) if placed.phase == 0 else None)
         with pytest.raises(NotSupportedDecoding, match="a stop cannot end one beam"):

@@ -22,7 +22,7 @@ from probemon.errors import ConfigError, DeploymentError, HostMismatch, PackErro
 from probemon.host.fingerprint import fingerprint
 from probemon.host.identity import stated_host
 from probemon.ops.deployment.cost import cost_of
-from probemon.ops.deployment.deployment import SCHEMA, Deployment
+from probemon.ops.deployment.deployment import Deployment, schema
 from probemon.ops.judges.escalation import Escalate
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
@@ -170,10 +170,12 @@ def test_a_manager_whose_rules_have_judges_is_copied_too(folder, copied):
     assert [isinstance(rule.action, Escalate) for rule in manager.deployment.rules(manager.pack)].count(True) == 1
 
 
-JUDGE = """judge: {url: "http://localhost:1/v1", model: guard}
-    within: 2
-    meanwhile: hold"""
-JUDGED = f"action: escalate\n    {JUDGE}\n    on_failure: "
+JUDGE = """judge:
+      url: "http://localhost:1/v1"
+      model: guard
+      within: 2
+      meanwhile: hold"""
+JUDGED = f"action: escalate\n    {JUDGE}\n      on_failure: "
 CASES = [
     ("on_blind: pass", "on_blid: pass", 17, "unknown, did you mean 'on_blind'"),
     ("    on_blind: pass\n", "", 14, "on_blind is missing"),
@@ -213,8 +215,8 @@ CASES = [
     ("audit_rate: 1", "include: []", 12, "[] should be non-empty"),
     ("rules:", "rules: 3\nrulez:", 14, "unknown, did you mean 'rules'"),
     ("action: stop", "action: escalate", 18, "judge is missing: the endpoint like OpenAI's that is asked"),
-    ("action: stop", f"action: escalate\n    {JUDGE}", 18, "on_failure is missing: what follows where there is no"),
-    ("action: stop", JUDGED + "hold", 25, "'hold' is not one of ['pass'"),
+    ("action: stop", f"action: escalate\n    {JUDGE}", 22, "on_failure is missing: what follows where there is no"),
+    ("action: stop", JUDGED + "hold", 27, "'hold' is not one of ['pass'"),
     ("action: stop", f"action: stop\n    {JUDGE}", 22, "rules[1].judge: this is for action: escalate"),
     (
         "action: stop",
@@ -225,7 +227,7 @@ CASES = [
     (
         "action: stop",
         JUDGED.replace("model", "modle") + "stop",
-        22,
+        24,
         "'modle' is",
     ),
     (
@@ -338,9 +340,9 @@ def test_what_is_left_out_is_what_the_settings_leave_out(folder):
 
 
 def test_the_schema_is_one_and_every_part_of_it_is_explained():
-    schema = json.loads(SCHEMA.read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    assert all("description" in part for part in schema["properties"].values())
+    whole = schema()
+    jsonschema.Draft202012Validator.check_schema(whole)
+    assert all("description" in part for part in whole["properties"].values())
 
 
 def test_the_example_is_right_and_is_the_one_of_the_page():
@@ -350,7 +352,7 @@ def test_the_example_is_right_and_is_the_one_of_the_page():
     page = (example.parents[1] / "docs/deployment.md").read_text()
     assert yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1]) == deployment.content
     named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    assert named == set(json.loads(SCHEMA.read_text())["properties"])
+    assert named == set(schema()["properties"])
 
 
 def test_files_at_random_end_in_an_error_with_a_line_or_are_right(folder):

@@ -194,9 +194,9 @@ def test_what_it_needs_is_checked_before_anything_is_generated(model, pack):
 
 def file_of(folder, address, **changes):
     sha256 = hashlib.sha256((folder / "pack/manifest.json").read_bytes()).hexdigest()
-    judged = {"judge": {"url": address, "model": "guard"}, "within": SLOW, "meanwhile": "hold", "on_failure": "raise"}
-    rule = {"concepts": ["c9"], "above": 0.0, "for_tokens": 3, "action": "escalate", "on_blind": "pass", **judged}
-    content = {"deployment": 1, "packs": [{"pack": "pack", "manifest_sha256": sha256}], "rules": [{**rule, **changes}]}
+    judge = {"url": address, "model": "guard", "within": SLOW, "meanwhile": "hold", "on_failure": "raise", **changes}
+    rule = {"concepts": ["c9"], "above": 0.0, "for_tokens": 3, "action": "escalate", "on_blind": "pass", "judge": judge}
+    content = {"deployment": 1, "packs": [{"pack": "pack", "manifest_sha256": sha256}], "rules": [rule]}
     (folder / "watch.json").write_text(json.dumps(content))
     return folder / "watch.json"
 

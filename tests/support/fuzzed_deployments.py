@@ -1,6 +1,5 @@
 """Deployment files at random: each ends in a typed error with its line, or in a monitor that does what it says."""
 
-import json
 import random
 import re
 from collections import Counter
@@ -11,7 +10,7 @@ import yaml
 from probemon import DynamicProbeManager
 from probemon.errors import DeploymentError, PackError
 from probemon.ops.deployment.cost import cost_of
-from probemon.ops.deployment.deployment import SCHEMA, Deployment
+from probemon.ops.deployment.deployment import Deployment, schema
 
 # Beside what the file has: every other key that it may have.
 MORE = """
@@ -37,7 +36,7 @@ ERROR = re.compile(r"odd\.yaml(, line \d+| is no YAML| has)")
 
 def at_random(folder, text, n, seed=0):
     """Read `n` files made of lines of `text`; return how many were read, and how many ended in which error."""
-    schema = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+    checked = jsonschema.Draft202012Validator(schema())
     chance, lines, ends = random.Random(seed), (text + MORE).splitlines(), Counter()
     path = folder / "odd.yaml"
     for _ in range(n):
@@ -53,7 +52,7 @@ def at_random(folder, text, n, seed=0):
             continue
         ends["read"] += 1
         content = yaml.safe_load(path.read_text())
-        assert schema.is_valid(deployment.content) and content == deployment.content
+        assert checked.is_valid(deployment.content) and content == deployment.content
         assert [told(rule) for rule in rules] == expected(content, pack), content["rules"]
         assert (metrics is None) == ("metrics" not in content)
         if ends["read"] % 50 == 1:  # takes longest: the manager whole

@@ -2,13 +2,14 @@
 
 probemon deploy check watch.yaml
 probemon deploy check watch.yaml --json
+probemon deploy schema > watch.schema.json
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,9 @@ from probemon.cli.options import AsJson
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.ops.cli.deployments import open_deployment
 from probemon.util.counted import counted
+
+if TYPE_CHECKING:
+    from probemon.monitor.rule_spec import Rule
 
 deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check a deployment file.")
 _SHOWN = 20  # rules
@@ -35,28 +39,16 @@ def check(
 
     What is wrong is one line, which names the line of the file, and exit status 2.
     """
-    from probemon.monitor.rules import named_action
     from probemon.ops.deployment.cost import cost_of
     from probemon.packs.group import told_of_never
 
     deployment, pack = open_deployment(file)
     cost = cost_of(deployment, pack)
-    rules = [
-        {
-            "concept": pack.concepts[rule.probe]["id"],
-            "above": rule.above,
-            "alert_set": rule.alert_set,
-            "aggregate": str(rule.aggregator),
-            "for_tokens": rule.for_tokens,
-            "action": named_action(rule.action),
-            "on_blind": rule.on_blind,
-        }
-        for rule in deployment.rules(pack)
-    ]
+    rules = deployment.rules(pack)
     endpoint = deployment.content.get("opentelemetry", {}).get("endpoint")
     if as_json:
         about = {"name": deployment.name, "sha256": deployment.sha256, "packs": pack.name, **asdict(cost)}
-        answer({**about, "rules": rules, "opentelemetry": endpoint})
+        answer({**about, "rules": [rule.as_dict(pack) for rule in rules], "opentelemetry": endpoint})
         return
     say(f"{deployment.name}: {pack.name}", f"sha256 of what it says: {deployment.sha256}")
     say(
@@ -75,7 +67,7 @@ def check(
     host = deployment.content.get("host", {})
     say("host: " + (", ".join(f"{name} {value}" for name, value in host.items()) or "any that the packs fit"))
     if rules:
-        terminal(soft_wrap=False).print(_table(rules[:_SHOWN]))
+        terminal(soft_wrap=False).print(_table(pack, rules[:_SHOWN]))
     if len(rules) > _SHOWN:
         say(f"and {len(rules) - _SHOWN} more rules")
     if not rules:
@@ -84,23 +76,21 @@ def check(
         say(f"events of OpenTelemetry: to {endpoint}")
 
 
-def _table(rules: list[dict[str, Any]]) -> Any:
-    from probemon.packs.strength import in_short
+@deploy.command(name="schema")
+def print_schema() -> None:
+    """Print the JSON Schema of a deployment file, for an editor."""
+    from probemon.ops.deployment.deployment import schema
 
+    answer(schema())
+
+
+def _table(pack: Any, rules: list[Rule]) -> Any:
     table = plain_table()
     for name in ("concept", "over", "for", "then", "not seen"):
         table.add_column(name, overflow="fold")
     for rule in rules:
-        aggregate = "" if rule["aggregate"] == "each" else f" of {rule['aggregate']}"
-        of_set = f" ({rule['alert_set']})" if rule["alert_set"] else ""
-        n = rule["for_tokens"]
-        table.add_row(
-            rule["concept"],
-            f"{in_short(rule['above'], '.3g')}{aggregate}{of_set}",
-            f"{n} token{'s' * (n > 1)}",
-            rule["action"],
-            rule["on_blind"],
-        )
+        about = rule.as_dict(pack)
+        table.add_row(about["concept"], *rule.in_words(), about["action"], about["on_blind"])
     return table
 
 

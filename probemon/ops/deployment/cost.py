@@ -33,7 +33,7 @@ class Cost:
 def cost_of(deployment: Deployment, pack: AnyPack) -> Cost:
     """Return the cost of a deployment. Raises `DeploymentError` where its settings or rules cannot hold."""
     rules = deployment.rules(pack)
-    probes = sorted({rule.probe for rule in rules})
+    probes = sorted({probe for rule in rules for probe in rule.probes})
     members = deployment.configured(pack, probes)
     with deployment.errors_of_settings():
         counted = [_counts(member, extra) for member, extra in members]

@@ -6,7 +6,7 @@
     deployment.followers(pack)                             # what hears its runs: budget, metrics, events, sinks
     deployment.sha256                                      # of what it says: spaces, comments and order do not count
 
-The format is in docs/deployment.md, its JSON Schema beside this file. `DynamicProbeManager.from_deployment` does all of
+The format is in docs/deployment.md, its JSON Schema is `schema()`. `DynamicProbeManager.from_deployment` does all of
 it.
 """
 
@@ -28,7 +28,8 @@ from probemon.errors import ConfigError, DeploymentError, HostMismatch, Probemon
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.rules import Rule, make_rules
+from probemon.monitor.rule_spec import Rule, RuleSpec
+from probemon.monitor.rules import ESCALATE
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.ops.budget import Budget
 from probemon.ops.judges.escalation import Escalate
@@ -46,7 +47,7 @@ _MAX_BYTES = 1 << 20
 _CONCEPTS = ("always_on", "include", "exclude", "depth")
 _SETTINGS = (*_CONCEPTS, "audit_rate")
 _CHANGEABLE = ("name", "rules", "always_on", "exclude")  # while it runs
-_OF_JUDGES = ("judge", "within", "meanwhile", "on_failure", "last_tokens")
+_OF_ESCALATE = ("within", "meanwhile", "on_failure", "last_tokens")
 _LONGEST = 200  # characters of what is wrong
 Steps = Sequence[str | int]
 
@@ -137,17 +138,12 @@ class Deployment:
             return list(self._rules[1])
         made: list[Rule] = []
         for at, rule in enumerate(self.content.get("rules", ())):
-            alert_set = f"rate_{rule['rate']:g}" if "rate" in rule else rule.get("alert_set")
+            given = {name: value for name, value in rule.items() if name not in ("concepts", "judge", "action")}
+            if "for_tokens" in given:
+                given["for_tokens"] = int(given["for_tokens"])  # JSON has whole numbers such as 3.0, too
             with self._at("rules", at):
-                made += make_rules(
-                    pack if alert_set is None else pack.with_alert_set(alert_set),
-                    rule["concepts"],
-                    above=rule.get("above"),
-                    for_tokens=int(rule.get("for_tokens", 1)),
-                    aggregate=rule.get("aggregate"),
-                    action=_escalate(rule) if rule["action"] == "escalate" else rule["action"],
-                    on_blind=rule["on_blind"],
-                )
+                action = _escalate(rule["judge"]) if rule["action"] == ESCALATE else rule["action"]
+                made += RuleSpec.from_dict(given, concept=rule.get("concepts"), action=action).rules(pack)
         self._rules = (pack, made)
         return list(made)
 
@@ -280,7 +276,7 @@ class Deployment:
         rules = newer.rules(manager.pack)
         on, off = (list(newer.content.get(name, [])) for name in ("always_on", "exclude"))
         with newer.errors_of_settings():
-            manager.plan_with([rule.probe for rule in rules], exclude=off, always_on=on)
+            manager.plan_with([probe for rule in rules for probe in rule.probes], exclude=off, always_on=on)
         return rules, on, off
 
     def check_exclude(self, manager: Scorer, exclude: Wanted) -> None:
@@ -340,11 +336,12 @@ class Deployment:
             raise self._error(steps, str(error)) from error
 
 
-def _escalate(rule: Mapping[str, Any]) -> Escalate:
+def _escalate(judge: Mapping[str, Any]) -> Escalate:
     """Return the action of a rule that asks a judge."""
-    settings = {"last_tokens": int(rule["last_tokens"])} if "last_tokens" in rule else {}
-    judge = HttpJudge(**rule["judge"])
-    return Escalate(judge, rule["within"], rule["meanwhile"], rule["on_failure"], **settings)
+    own = {name: value for name, value in judge.items() if name in _OF_ESCALATE}
+    if "last_tokens" in own:
+        own["last_tokens"] = int(own["last_tokens"])
+    return Escalate(HttpJudge(**{name: value for name, value in judge.items() if name not in own}), **own)
 
 
 def _checked(raw: str, file: Path) -> YamlText:
@@ -374,38 +371,57 @@ def _checked(raw: str, file: Path) -> YamlText:
 
 
 @cache
-def _schema() -> Any:
-    return json.loads(SCHEMA.read_text(encoding="utf-8"))
+def schema() -> Any:
+    """Return the JSON Schema of a file, with that of its rules."""
+    whole = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    rule = RuleSpec.schema(without=("concept",), required=("action", "on_blind"))
+    named, action = {"$ref": "#/$defs/concepts", "minItems": 1}, rule["properties"]["action"]
+    what = "Names, ids, or patterns with *: a rule for each concept that is meant."
+    rule["properties"]["concepts"] = {"description": what, **named}
+    rule["properties"]["judge"] = {"description": "The endpoint like OpenAI's that is asked.", "$ref": "#/$defs/judge"}
+    action["description"] += " escalate: ask a judge."
+    action["enum"].append(ESCALATE)
+    del action["default"], rule["properties"]["on_blind"]["default"]  # a reviewed file says both
+    rule["dependentSchemas"]["all_of"] = {"properties": {"concepts": False}}
+    rule["allOf"] = [
+        {"if": {"required": ["all_of"]}, "else": {"required": ["concepts"]}},
+        {
+            "if": {"required": ["action"], "properties": {"action": {"const": ESCALATE}}},
+            "then": {"required": ["judge"]},
+            "else": {"properties": {"judge": False}},
+        },
+    ]
+    whole["properties"]["rules"]["items"] = rule
+    return whole
 
 
 @cache
 def _validator() -> Callable[[Any], Iterator[Any]]:
     from jsonschema import Draft202012Validator
 
-    return Draft202012Validator(_schema()).iter_errors  # type: ignore[no-any-return]
+    return Draft202012Validator(schema()).iter_errors  # type: ignore[no-any-return]
 
 
 def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
-    steps, schema = list(problem.absolute_path), problem.schema
+    steps, own = list(problem.absolute_path), problem.schema
     if problem.validator == "additionalProperties":
-        known = list(schema["properties"])
+        known = list(own["properties"])
         key = next(key for key in problem.instance if key not in known)
         remedy = closest(str(key), known) or f": the keys here are {', '.join(known)}"
         return _error(file, text, [*steps, key], f"the key {key!r:.80} is unknown{remedy}")
     if problem.validator == "required":
-        key = next(key for key in schema["required"] if key not in problem.instance)
-        properties = schema.get("properties") or _schema()["properties"]["rules"]["items"]["properties"]
+        key = next(key for key in own["required"] if key not in problem.instance)
+        properties = own.get("properties") or schema()["properties"]["rules"]["items"]["properties"]
         what = properties[key].get("description", "")
         return _error(file, text, steps, f"{key} is missing: {what[:1].lower()}{what[1:]}".rstrip(": "))
     if "dependentSchemas" in problem.absolute_schema_path:
-        rule = text.value["rules"][steps[1]]
-        one, other, *_ = (name for name in ("above", "alert_set", "rate") if name in rule)
+        path = list(problem.absolute_schema_path)
+        at = path.index("dependentSchemas")
+        one, other = path[at + 1], path[at + 3]
         return _error(file, text, [*steps[:2], other], f"{one} is given, too: give one of the two")
     if "allOf" in problem.absolute_schema_path:
-        rule = text.value["rules"][steps[1]]
-        other = next(name for name in _OF_JUDGES if name in rule)
-        return _error(file, text, [*steps[:2], other], "this is for action: escalate")
-    what = f" ({schema['description']})" if isinstance(schema, Mapping) and "description" in schema else ""
+        return _error(file, text, [*steps[:2], "judge"], "this is for action: escalate")
+    what = f" ({own['description']})" if isinstance(own, Mapping) and "description" in own else ""
     return _error(file, text, steps, f"{problem.message[:_LONGEST]}{what}")
 
 

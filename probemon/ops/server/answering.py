@@ -23,7 +23,8 @@ from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
 from probemon.monitor.followers import Follower
 from probemon.monitor.result import Result
-from probemon.monitor.rules import Action, Event, Named, Rule
+from probemon.monitor.rule_spec import Rule
+from probemon.monitor.rules import Action, Event, Named
 from probemon.ops.judges.escalation import Escalate
 from probemon.ops.server.answer_text import AnswerText
 from probemon.ops.server.draws import Draws
@@ -177,17 +178,14 @@ class Answering(StoppingCriteria):
         return self._complete
 
     def _watch_rules(self, run: Any) -> None:
-        for at, (rule, probes) in enumerate(self._prepared.rules):
+        for at, (spec, _) in enumerate(self._prepared.rules):
+            name = "stop" if spec.action == "stop" else "record"
+            told = "stop" if name == "stop" else "tell"
+            # Rules that a request relies on must not be silent. With `hold` the answer ends before that token.
+            on_blind = "pass" if self._hold else "raise"
+            spec = replace(spec, action=Named(name, partial(self._met, told)), on_blind=on_blind)
             try:
-                run.on(
-                    list(probes),
-                    above=rule.above,
-                    for_tokens=rule.for_tokens,
-                    aggregate=rule.aggregate,
-                    action=Named("stop" if rule.action == "stop" else "record", partial(self._met, rule.action)),
-                    # Rules that a request relies on must not be silent. With `hold` the answer ends before that token.
-                    on_blind="pass" if self._hold else "raise",
-                )
+                run.add_rules(spec.rules(self._served.manager.pack))
             except (ConfigError, UnknownConcept) as error:  # it was checked when it came: the file was read again since
                 raise RequestRefused(str(error), f"probemon.rules[{at}]") from None
 

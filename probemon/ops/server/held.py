@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
-from probemon.monitor.rules import Rule, check_asked
+from probemon.monitor.rule_spec import Rule
+from probemon.monitor.rules import check_asked
 from probemon.ops.deployment.deployment import Deployment
 
 
@@ -111,5 +112,5 @@ class Holding:
         return Reloaded(takes.count("rules"), takes.count("nothing"))
 
     def _check(self, held: Held, probes: Sequence[int], what: str) -> None:
-        all_probes = [*(rule.probe for rule in held.rules), *probes]
+        all_probes = [*(probe for rule in held.rules for probe in rule.probes), *probes]
         self._manager.engine.check_room(self._manager.plan_with(all_probes, held.exclude, held.always_on), lambda: what)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.baselines import is_z_score
 from probemon.errors import ConfigError, RequestRefused, closest
+from probemon.monitor.rule_spec import FIELDS, RuleSpec
 from probemon.ops.server.limits import Limits
 from probemon.util.checks import check_bool, check_count, check_number, check_text, shown
 from probemon.util.strict_json import loads, no_constant
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
 _SHARED = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "probemon")
 _PARAMETERS = {"chat": ("messages", "tools", "max_completion_tokens"), "completion": ("prompt",)}
 _WATCH = ("concepts", "top_k", "prompt", "hold", "rules")
-_RULE = ("concept", "above", "for_tokens", "aggregate", "action")
+_RULE = tuple(name for name in FIELDS if name not in ("on_blind", "rate", "alert_set"))
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_OF_A_NAME = 200  # characters
 _MOST_OF_A_STREAK = 2**31  # tokens
@@ -54,17 +54,6 @@ _MOST_NESTED = 64  # objects and lists in each other
 
 
 @dataclass(frozen=True)
-class WantedRule:
-    """A rule of a request, with the arguments of `MonitorRun.on`; `action` is "stop" or "tell"."""
-
-    concept: str
-    above: float | None = None
-    for_tokens: int = 1
-    aggregate: str | None = None
-    action: str = "tell"
-
-
-@dataclass(frozen=True)
 class Watch:
     """What a request wants to be told of concepts: the `probemon` of its body. `concepts` None: all."""
 
@@ -72,7 +61,7 @@ class Watch:
     top_k: int = 3
     prompt: bool = False
     hold: bool = False
-    rules: tuple[WantedRule, ...] = ()
+    rules: tuple[RuleSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -344,27 +333,24 @@ def _watch(value: Any, limits: Limits) -> Watch:
     )
 
 
-def _rule(param: str, value: Any) -> WantedRule:
-    given = _object(param, value)
+def _rule(param: str, value: Any) -> RuleSpec:
+    given = dict(_object(param, value))
     _check_names(param, given, _RULE)
-    read = _Reader(given, f"{param}.")
-    action, aggregate = read.text("action", "tell"), read.text("aggregate")
+    action = given.pop("action", None) or "tell"
     if action not in ("stop", "tell"):
         raise RequestRefused(f"{param}.action is {shown(action)}: give 'stop' or 'tell'", f"{param}.action")
-    return WantedRule(
-        concept=_required(read, param),
-        above=read.number("above", **_Z if is_z_score(aggregate) else _SCORE),
-        for_tokens=read.count("for_tokens", 1, least=1, most=_MOST_OF_A_STREAK),
-        aggregate=aggregate,
-        action=action,
-    )
-
-
-def _required(read: _Reader, param: str) -> str:
-    concept = read.text("concept")
-    if concept is None:
-        raise RequestRefused(f"{param}.concept is missing: give an id, a name or a pattern", f"{param}.concept")
-    return str(concept)
+    texts = [(name, text) for name, value in given.items() for text in (value if isinstance(value, list) else [value])]
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        for name, text in texts:
+            if isinstance(text, str):
+                _name(name, text)
+        if not isinstance(given.get("concept", ""), str):
+            check_text("concept", given["concept"])
+        return RuleSpec.from_dict(given, action="stop" if action == "stop" else "record", on_blind="pass")
+    except ConfigError as error:
+        field = getattr(error, "field", "") or str(error).split(" ")[0]
+        raise RequestRefused(f"{param}.{error}", f"{param}.{field}") from None
 
 
 def _check_names(param: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -24,12 +24,12 @@ from probemon.host.chat_template import render
 from probemon.host.text_tokens import ids_of
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
-from probemon.monitor.rules import make_rules
+from probemon.monitor.rule_spec import RuleSpec
 from probemon.ops.budget import Budget
 from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.held import Holding
 from probemon.ops.server.limits import Limits
-from probemon.ops.server.requests import Request, WantedRule, Watch
+from probemon.ops.server.requests import Request, Watch
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -63,7 +63,7 @@ class Prepared:
     watch: Watch
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
-    rules: tuple[tuple[WantedRule, tuple[int, ...]], ...]
+    rules: tuple[tuple[RuleSpec, tuple[int, ...]], ...]
     shown: Mask | None
 
 
@@ -197,22 +197,11 @@ class Served:
                 shown[list(level)] = True
         return shown
 
-    def _rules(self, watch: Watch) -> tuple[tuple[WantedRule, tuple[int, ...]], ...]:
-        rules: list[tuple[WantedRule, tuple[int, ...]]] = []
+    def _rules(self, watch: Watch) -> tuple[tuple[RuleSpec, tuple[int, ...]], ...]:
+        rules: list[tuple[RuleSpec, tuple[int, ...]]] = []
         for at, rule in enumerate(watch.rules):
-            made = _refused(
-                f"probemon.rules[{at}]",
-                partial(
-                    make_rules,
-                    self.manager.pack,
-                    rule.concept,
-                    above=rule.above,
-                    for_tokens=rule.for_tokens,
-                    aggregate=rule.aggregate,
-                    action="stop",
-                ),
-            )
-            rules.append((rule, tuple(one.probe for one in made)))
+            made = _refused(f"probemon.rules[{at}]", partial(rule.rules, self.manager.pack))
+            rules.append((rule, tuple(probe for one in made for probe in one.probes)))
         probes = [probe for _, probes in rules for probe in probes]
         if len(probes) > self.limits.names:
             raise RequestRefused(

@@ -19,6 +19,7 @@ from probemon.core.aggregate import Doubles
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import Scores
 from probemon.monitor.result import ConceptScore, Result
+from probemon.monitor.rule_spec import RuleSpec
 from probemon.monitor.rules import Event
 from probemon.monitor.summary import summarise
 from probemon.packs.group import AnyPack, PackGroup
@@ -120,6 +121,7 @@ def about_pack(pack: AnyPack, model: str) -> dict[str, Any]:
         "pack": pack.name,
         "alert_set": pack.alert_set,
         "score_rule": sorted({one.score_rule for one in packs}),
+        "rule": RuleSpec.schema(without=("rate", "alert_set", "on_blind")),
         "concepts": [
             {
                 "id": concept["id"],

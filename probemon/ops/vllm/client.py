@@ -37,7 +37,8 @@ from probemon.manager import DynamicProbeManager
 from probemon.monitor.failures import MAX_KEPT, Failures
 from probemon.monitor.health import Health
 from probemon.monitor.result import Result
-from probemon.monitor.rules import Event, Rule
+from probemon.monitor.rule_spec import Rule
+from probemon.monitor.rules import Event
 from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.judges.escalation import Escalate
 from probemon.ops.vllm.client_health import client_health

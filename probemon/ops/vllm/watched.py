@@ -14,7 +14,7 @@ from typing import Any
 from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.change import DeploymentFile
-from probemon.monitor.rules import Rule
+from probemon.monitor.rule_spec import Rule
 from probemon.ops.vllm.messages import WorkerSettings
 from probemon.packs.group import AnyPack, PackGroup
 

@@ -49,8 +49,9 @@ def served_by(parts, *rules, **more):
 
 def escalating(address, **more):
     """A rule that asks the judge at an address."""
-    rule = {"concepts": ["c1"], "above": 0.0, "action": "escalate", "judge": {"url": address, "model": "guard"}}
-    return {**rule, "within": 20, "meanwhile": "pass", "on_failure": "raise", "on_blind": "pass", **more}
+    judge = {"url": address, "model": "guard", "within": 20, "meanwhile": "pass", "on_failure": "raise"}
+    judge |= {name: more.pop(name) for name in list(more) if name in judge}
+    return {"concepts": ["c1"], "above": 0.0, "action": "escalate", "judge": judge, "on_blind": "pass", **more}
 
 
 def answer_of(served, **probemon):
@@ -379,7 +380,7 @@ def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
         answers = {}
         for word in rulings:
             answers[word] = answer_of(served)
-        at_once = served_by(parts, {**rule, "meanwhile": "stop", "on_failure": "stop"})
+        at_once = served_by(parts, {**rule, "judge": {**rule["judge"], "meanwhile": "stop", "on_failure": "stop"}})
         word = "pass"
         answers["at once"] = answer_of(at_once)
     whole = answers["pass"][1]["choices"][0]["message"]["content"]
@@ -467,8 +468,8 @@ def test_what_was_seen_while_a_judge_was_asked_is_said_to_have_been_seen(parts, 
 
 def test_a_key_that_is_not_there_shows_before_the_server_begins_and_before_it_reads_its_file_again(parts):
     judge = {"url": "http://localhost:1/v1", "model": "guard", "key_env": "NO_SUCH_KEY"}
-    rule = {"concepts": ["c1"], "action": "escalate", "judge": judge, "within": 1, "on_blind": "pass"}
-    rule |= {"meanwhile": "hold", "on_failure": "stop"}
+    judge |= {"within": 1, "meanwhile": "hold", "on_failure": "stop"}
+    rule = {"concepts": ["c1"], "action": "escalate", "judge": judge, "on_blind": "pass"}
     with pytest.raises(ConfigError, match="key_env is 'NO_SUCH_KEY'"):
         served_by(parts, rule)
     served = served_by(parts)

@@ -9,33 +9,60 @@ import { nMissing } from "./state.js";
 const NAME = "probemon-rules";
 const OFFERED = 40;
 
-const isRule = ({ concept, above, for_tokens, aggregate, action }) =>
-  typeof concept === "string" &&
-  (above === null || Number.isFinite(above)) &&
-  Number.isInteger(for_tokens) &&
-  (aggregate === null || typeof aggregate === "string") &&
-  ["tell", "stop"].includes(action);
+// The fields that have an input of their own; the server's schema of a rule says what others there are.
+const DRAWN = ["concept", "all_of", "above", "for_tokens", "aggregate", "action"];
+
+const isRule = (rule) =>
+  rule !== null &&
+  typeof rule === "object" &&
+  typeof rule.concept === "string" &&
+  Object.values(rule).every((value) => value === null || ["string", "number"].includes(typeof value));
 
 /** The rules that were kept. What one leaves out is as the server takes it; what is no rule is left out. */
 export function loadRules() {
   try {
     return JSON.parse(localStorage.getItem(NAME) ?? "[]")
-      .map((rule) => ({ above: null, for_tokens: 1, aggregate: null, action: "tell", ...rule }))
-      .filter(isRule);
+      .filter(isRule)
+      .map((rule) => ({ above: null, for_tokens: 1, aggregate: null, action: "tell", ...rule }));
   } catch {
     return [];
   }
 }
 
 /** The rules as a request bears them. */
-export const asked = (rules) =>
-  rules.map(({ concept, above, for_tokens, aggregate, action }) => ({ concept, above, for_tokens, aggregate, action }));
+export const asked = (rules) => rules.map((rule) => ({ ...rule }));
 
-function inWords({ concept, above, for_tokens, aggregate, action }) {
+function inWords(rule) {
+  const { concept, above, for_tokens, aggregate, action } = rule;
   const what = aggregate ? `${clip(concept, 60)}, ${clip(aggregate, 20)}` : clip(concept, 60);
   const level = above === null ? "its threshold" : above;
   const streak = for_tokens > 1 ? ` for ${for_tokens} tokens` : "";
-  return `${action === "stop" ? "Stop" : "Tell"} when ${what} is over ${level}${streak}`;
+  const more = Object.entries(rule)
+    .filter(([name]) => !DRAWN.includes(name))
+    .map(([name, value]) => `, ${name.replaceAll("_", " ")} ${clip(String(value), 20)}`);
+  return `${action === "stop" ? "Stop" : "Tell"} when ${what} is over ${level}${streak}${more.join("")}`;
+}
+
+/** Inputs for the fields of a rule that the page does not draw itself. */
+function drawMore(properties) {
+  const others = Object.entries(properties ?? {}).filter(([name]) => !DRAWN.includes(name));
+  $("rule-more").replaceChildren(
+    ...others.map(([name, about]) => {
+      const input = about.enum
+        ? el("select", { "data-field": name }, ...about.enum.map((value) => el("option", { value }, value)))
+        : el("input", { "data-field": name, type: about.type === "string" ? "text" : "number" });
+      return el("label", { title: about.description }, `${name[0].toUpperCase()}${name.slice(1).replaceAll("_", " ")} `, input);
+    }),
+  );
+}
+
+/** What was chosen of these, but for what is the default. */
+function moreFields(properties) {
+  const given = [...$("rule-more").querySelectorAll("[data-field]")].map((input) => [
+    input.dataset.field,
+    input.type === "number" ? (input.value === "" ? "" : Number(input.value)) : input.value,
+  ]);
+  return Object.fromEntries(given.filter(([name, value]) => value !== "" && value !== properties[name].default));
 }
 
 function change(app, rules) {
@@ -49,6 +76,7 @@ export function drawRules(app, view) {
   if (list.pack !== app.state.pack) {
     list.pack = app.state.pack;
     offer(app);
+    drawMore(app.state.pack?.rule?.properties);
   }
   const key = JSON.stringify(app.rules);
   if (list.key !== key) {
@@ -171,6 +199,7 @@ export function editRules(app) {
         for_tokens: Number($("rule-tokens").value) || 1,
         aggregate: $("rule-aggregate").value.trim() || null,
         action: $("rule-action").value,
+        ...moreFields(app.state.pack?.rule?.properties ?? {}),
       },
     ]);
     for (const id of ["rule-concept", "rule-above", "rule-aggregate"]) $(id).value = "";

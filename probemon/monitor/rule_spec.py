@@ -1,0 +1,351 @@
+"""RuleSpec: a rule as it is written, by `run.on`, a deployment file, a request to a server, vLLM's client or the page.
+
+    spec = RuleSpec("weapon", above=0.9, for_tokens=3, action="stop")
+    spec = RuleSpec.from_dict({"all_of": ["weapon", "crime"], "within": "prompt", "action": "record"})
+    rules = spec.rules(pack)                  # one for each concept that is meant, with its threshold
+    RuleSpec.schema()                         # of the dict, as JSON Schema
+
+A field stands here, and what it does to the asking of a rule in `probemon.monitor.rule_panel`: nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypedDict
+
+from probemon.core.aggregate import Aggregator, named
+from probemon.core.baselines import ceiling, with_counts
+from probemon.core.concept_names import Wanted
+from probemon.core.scores import PHASES
+from probemon.errors import ConfigError, RuleError, closest
+from probemon.monitor.rules import ACTIONS, PASS, Action, AskedAction, check_above, named_action
+from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.strength import in_short
+from probemon.util.checks import check_count, check_number, check_text
+
+# Which tokens a rule is asked of, by the phases of its parts of a sequence.
+WITHIN = {"answer": ("generated",), "prompt": ("prompt",), "any": ("prompt", "generated")}
+_CONCEPT = {"type": "string", "minLength": 1, "pattern": r"\S"}
+
+
+class RuleFields(TypedDict, total=False):
+    """The fields of a `RuleSpec`, for `run.on(concept, **fields)`."""
+
+    all_of: Sequence[str | int]
+    above: float | None
+    for_tokens: int
+    aggregate: str | Aggregator | None
+    within: str
+    action: Action
+    on_blind: Action
+    alert_set: str | None
+    rate: float | None
+
+
+class Condition(NamedTuple):
+    """A concept's score, or what `aggregator` makes of those so far, is over `above`."""
+
+    probe: int
+    above: float
+    aggregator: Aggregator
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of one pack, as it is asked. The first concept of `all_of` is its own, the others are `also` wanted."""
+
+    probe: int
+    above: float
+    for_tokens: int
+    aggregator: Aggregator
+    action: Action
+    alert_set: str | None = None
+    on_blind: Action = PASS
+    within: str = "answer"
+    also: tuple[Condition, ...] = ()
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What it may do."""
+        return self.action, self.on_blind
+
+    @property
+    def probes(self) -> tuple[int, ...]:
+        """The probes that it compares."""
+        return self.probe, *(condition.probe for condition in self.also)
+
+    @property
+    def aggregators(self) -> tuple[Aggregator, ...]:
+        """What makes a running value of the scores of each."""
+        return self.aggregator, *(condition.aggregator for condition in self.also)
+
+    def asks(self, phase: int) -> bool:
+        """Whether it is asked of tokens of a phase (`probemon.core.scores.PHASES`)."""
+        return PHASES[phase] in WITHIN[self.within]
+
+    def event_fields(self, pack: AnyPack) -> dict[str, Any]:
+        """Return what an `Event` says of it."""
+        return {
+            "above": self.above,
+            "for_tokens": self.for_tokens,
+            "aggregate": str(self.aggregator),
+            "alert_set": self.alert_set,
+            "also": tuple(pack.concepts[condition.probe]["id"] for condition in self.also),
+        }
+
+    def as_dict(self, pack: AnyPack) -> dict[str, Any]:
+        """Return it for JSON, with its concept and the threshold that holds."""
+        fields = self.event_fields(pack)
+        return {
+            "concept": pack.concepts[self.probe]["id"],
+            **{**fields, "also": list(fields["also"])},
+            "within": self.within,
+            "action": named_action(self.action),
+            "on_blind": named_action(self.on_blind),
+        }
+
+    def in_words(self) -> tuple[str, str]:
+        """Return what a table shows of it: its threshold, and how many tokens of what."""
+        of = "" if str(self.aggregator) == "each" else f" of {self.aggregator}"
+        of_set = f" ({self.alert_set})" if self.alert_set else ""
+        where = "" if self.within == "answer" else f" of {'any part' if self.within == 'any' else 'the prompt'}"
+        more = f", and {len(self.also)} more at once" if self.also else ""
+        over = f"{in_short(self.above, '.3g')}{of}{of_set}{more}"
+        return over, f"{self.for_tokens} token{'s' * (self.for_tokens > 1)}{where}"
+
+
+def _field(default: Any, description: str, **schema: Any) -> Any:
+    return field(default=default, metadata={"schema": {"description": description, **schema}})
+
+
+@dataclass(frozen=True)
+class RuleSpec:
+    """Act when a concept scores over `above` at `for_tokens` tokens in a row: once, until it was at `above` or below it
+    again at a token that was seen. With an aggregate that never falls, "max", that is once a row.
+
+    - `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
+      with `*`): a rule for each
+    - `all_of`: in its place two concepts or more, all of which have to score over the threshold at the same token; the
+      event is of the first
+    - `above`: by default each pack's alert threshold (of the set in force, of `alert_set`, or of the set that is called
+      rate_ and `rate`), with an aggregate the one calibrated for it
+    - `aggregate`: compares a running score instead of each token's own: "mean", "max", "attention", "ema:0.3", ... or
+      one of `probemon.core.aggregate`
+    - `within`: "answer" asks of generated tokens, "prompt" of those of the prompt (an injection in a document or in a
+      tool's output), "any" of both
+    - `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
+      ends `generate` with `ConceptRaised`, a callable gets the `Event`, "record" does no more than put it into
+      `run.events`, and `Escalate` asks a judge (`probemon.ops.judges.escalation`)
+    - `on_blind`: the same at a token that was not seen, whose scores nobody knows, where the run goes on
+      (`attach(..., on_gap="report")`); "pass" does nothing, and a warning at the end says how many there were
+
+    Raises `RuleError`, which names the field.
+    """
+
+    concept: Wanted | None = _field(None, "A name, an id, or a pattern with *: a rule for each concept.", **_CONCEPT)
+    all_of: Sequence[str | int] = _field(
+        (),
+        "Concepts that have to score over the threshold at the same token.",
+        type="array",
+        minItems=2,
+        items=_CONCEPT,
+    )
+    above: float | None = _field(None, "The threshold. Default: the pack's alert threshold.", type="number", minimum=0)
+    alert_set: str | None = _field(
+        None,
+        "The set whose alert thresholds are taken, instead of the one in force.",
+        type="string",
+        minLength=1,
+    )
+    rate: float | None = _field(
+        None,
+        "The same by its rate of false alarms: the set that is called rate_ and this number.",
+        type="number",
+        exclusiveMinimum=0,
+        exclusiveMaximum=1,
+    )
+    aggregate: str | Aggregator | None = _field(
+        None,
+        "Compare a running score: mean, max, attention, ema:0.3, rolling_mean:8, rolling_max:8; or how unusual it is:"
+        " z:pack, rank:pack, z:last:256, rank:last:256, z:traffic:4096, rank:traffic:4096.",
+        type="string",
+        minLength=1,
+    )
+    for_tokens: int = _field(1, "So many tokens in a row.", type="integer", minimum=1)
+    within: str = _field(
+        "answer", "The tokens it is asked of: those of the answer, of the prompt, or any.", enum=list(WITHIN)
+    )
+    action: Action = _field(
+        "stop",
+        "record: an event, and no more. stop: end the answer. raise: end generate() with an error.",
+        enum=list(ACTIONS),
+    )
+    on_blind: Action = _field(
+        PASS,
+        "What follows at a token whose scores are not known. pass: nothing.",
+        enum=[PASS, *(action for action in ACTIONS if action != "record")],
+    )
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is None or (name == "all_of" and value == ()):
+                continue
+            try:
+                checked = check(name, value)
+            except RuleError:
+                raise
+            except ConfigError as error:
+                raise RuleError(str(error), name) from None
+            object.__setattr__(self, name, checked)
+        if (self.concept is None) == (not self.all_of):
+            raise RuleError("concept is missing: give an id, a name or a pattern, or two or more in all_of", "concept")
+        given = [name for name in ("above", "alert_set", "rate") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RuleError(f"{given[1]} is given beside {given[0]}: give one of them", given[1])
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], **more: Any) -> RuleSpec:
+        """Return the rule of a dict, such as JSON has it; `more`: fields that it cannot hold. Raises `RuleError`."""
+        for name in given:
+            if name not in FIELDS:
+                known = ", ".join(FIELDS)
+                raise RuleError(f"a rule has no {name!r:.60}{closest(name, FIELDS)}: it has {known}", str(name))
+        return cls(**{**given, **more})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON, without what it leaves to the default; an action by its name."""
+        told = {}
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if value != one.default:
+                value = named_action(value) if one.name in ("action", "on_blind") else value
+                told[one.name] = str(value) if isinstance(value, Aggregator) else value
+        return told
+
+    @classmethod
+    def schema(cls, without: Sequence[str] = (), required: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the JSON Schema of the dict, without some fields."""
+        fields = {one.name: dict(one.metadata["schema"]) for one in dataclasses.fields(cls)}
+        for one in dataclasses.fields(cls):
+            if isinstance(one.default, (str, int)):
+                fields[one.name]["default"] = one.default
+        return {
+            "type": "object",
+            "additionalProperties": False,
+            "required": list(required),
+            "properties": {name: schema for name, schema in fields.items() if name not in without},
+            "if": {"required": ["aggregate"], "properties": {"aggregate": {"pattern": r"^\s*z:"}}},
+            "else": {
+                "properties": {
+                    "above": {"description": "Less than 1, but where aggregate is a z-score.", "exclusiveMaximum": 1}
+                }
+            },
+            "dependentSchemas": {
+                "above": {"properties": {"alert_set": False, "rate": False}},
+                "alert_set": {"properties": {"rate": False}},
+                "all_of": {"properties": {"concept": False}},
+            },
+        }
+
+    def rules(self, pack: AnyPack) -> list[Rule]:
+        """Return the rules of a pack: one for each concept that is meant, one for all of `all_of`. Raises
+        `UnknownConcept`, `ConfigError` for what has no threshold.
+        """
+        of_set = f"rate_{self.rate:g}" if self.rate is not None else self.alert_set
+        chosen = pack if of_set is None else pack.with_alert_set(of_set)
+        aggregator = named(self.aggregate)
+        probes = [chosen.find(one) for one in self.all_of] if self.all_of else chosen.find_all(self.concept or "")
+        if len(set(probes)) < len(self.all_of):
+            raise RuleError("all_of names a concept twice: give each once", "all_of")
+        # Each knows of its own concept, where it compares with what a pack knows.
+        own = [with_counts(aggregator, chosen, [probe]) for probe in probes]
+        levels = (
+            chosen.thresholds_for(aggregator)[probes].tolist() if self.above is None else [self.above] * len(probes)
+        )
+        for probe, level, most in zip(probes, levels, map(ceiling, own), strict=True):
+            if self.above is None and not level < 1:  # NaN: not calibrated; 1: the rate is met by no lower one
+                raise ConfigError(
+                    f"{chosen.concepts[probe]['id']} has no alert threshold in {chosen.name} for {aggregator} that a"
+                    f" score can exceed ({level}): give above="
+                )
+            check_above(aggregator, level, most)
+        is_own = self.above is None and str(aggregator) == "each"
+        conditions = [Condition(*one) for one in zip(probes, map(float, levels), own, strict=True)]
+        parts = [conditions] if self.all_of else [[condition] for condition in conditions]
+        return [
+            Rule(
+                first.probe,
+                first.above,
+                self.for_tokens,
+                first.aggregator,
+                self.action,
+                _set_of(chosen, first.probe) if is_own else None,
+                self.on_blind,
+                self.within,
+                tuple(others),
+            )
+            for first, *others in parts
+        ]
+
+
+def _check_all_of(name: str, value: Any) -> tuple[str | int, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or len(value) < 2:
+        raise ConfigError(f"{name} is {value!r:.80}: give a list of two concepts or more")
+    return tuple(value)
+
+
+def _check_above(name: str, value: Any) -> float:
+    return check_number(name, value, low=0, remedy="a score must exceed it, so give 0 or more")
+
+
+def _check_rate(name: str, value: Any) -> float:
+    remedy = "it is a rate of false alarms, so give more than 0 and less than 1"
+    return check_number(name, value, low=0, open_low=True, high=1, open_high=True, remedy=remedy)
+
+
+def _check_for_tokens(name: str, value: Any) -> int:
+    remedy = "it counts tokens in a row, so give 1 or more"
+    return check_count(name, value, least=1, most=2**31, remedy=remedy)
+
+
+def _check_aggregate(name: str, value: Any) -> Any:
+    named(value)  # raises
+    return value
+
+
+def _check_within(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in WITHIN:
+        raise ConfigError(f"{name} is {value!r:.80}: give {', '.join(map(repr, WITHIN))}")
+    return value
+
+
+def _check_action(name: str, value: Any) -> Any:
+    known = (*ACTIONS,) if name == "action" else (PASS, *ACTIONS)
+    if (isinstance(value, str) and value in known) or isinstance(value, AskedAction) or callable(value):
+        return value
+    hint = " (run.hold wraps a streamer)" if name == "action" else ""
+    said = ", ".join(map(repr, known))
+    raise ConfigError(f"{name} is {value!r:.80}: give {said}, an Escalate or a callable that takes the event{hint}")
+
+
+_CHECKS: dict[str, Any] = {
+    "all_of": _check_all_of,
+    "above": _check_above,
+    "alert_set": check_text,
+    "rate": _check_rate,
+    "aggregate": _check_aggregate,
+    "for_tokens": _check_for_tokens,
+    "within": _check_within,
+    "action": _check_action,
+    "on_blind": _check_action,
+}
+FIELDS = tuple(one.name for one in dataclasses.fields(RuleSpec))
+
+
+def _set_of(pack: AnyPack, probe: int) -> str | None:
+    """Return the name of the set of alert thresholds that is in force in a probe's pack."""
+    of_all = pack.alert_set
+    return pack.pack_of(probe).alert_set if of_all and isinstance(pack, PackGroup) else of_all

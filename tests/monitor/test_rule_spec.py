@@ -1,0 +1,168 @@
+"""A rule is written once: what its fields mean is compared with plain Python over the scores of a full result."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from conftest import PAD, make_model, make_pack
+from probemon import DynamicProbeManager
+from probemon.core.aggregate import parse
+from probemon.errors import ConceptRaised, ConfigError, RuleError
+from probemon.monitor.rule_spec import FIELDS, WITHIN, RuleSpec
+from probemon.ops.deployment.deployment import schema
+
+PROMPTS = torch.tensor([[PAD, PAD, 7, 9, 11, 2, 8], [3, 5, 8, 13, 21, 34, 4]])
+MASK = (PROMPTS != PAD).long()
+GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory, model):
+    return DynamicProbeManager(make_pack(tmp_path_factory.mktemp("rules") / "pack", model))
+
+
+def scores_of(manager, model, out, mask):
+    """The score of every probe at every real column but the last, by a full forward: {(row, column): [P]}."""
+    found = {}
+    for row in range(len(out)):
+        begin = int((mask[row] == 0).sum())
+        ids = out[row : row + 1, begin:-1]
+        states = model(ids, output_hidden_states=True).hidden_states
+        hidden = {site: states[int(site.split(".")[1]) + 1][0] for site in manager.pack.sites}
+        scores = manager.score_all(hidden if len(hidden) > 1 else next(iter(hidden.values()))).numpy()
+        found |= {(row, begin + i): scores[i] for i in range(len(scores))}
+    return found
+
+
+def met(manager, scores, conditions, for_tokens, within, aggregate, n_prompt):
+    """Where a rule is met, by plain Python: {(row, column)}."""
+    places = set()
+    for row in {row for row, _ in scores}:
+        streak, running = 0, [parse(aggregate).begin() if aggregate else None for _ in conditions]
+        for column in sorted(column for of_row, column in scores if of_row == row):
+            if ("prompt" if column < n_prompt else "generated") not in WITHIN[within]:
+                continue
+            over = True
+            for at, (probe, above) in enumerate(conditions):
+                value = float(scores[row, column][probe])
+                if aggregate:
+                    running[at], values = parse(aggregate).add(running[at], np.array([value]))
+                    value = float(values[0])
+                over = over and value > above
+            streak = streak + 1 if over else 0
+            if streak == for_tokens:
+                places.add((row, column))
+    return places
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("within", list(WITHIN))
+@pytest.mark.parametrize(
+    ("n_concepts", "for_tokens", "aggregate"), [(1, 1, None), (1, 2, "ema:0.5"), (2, 1, None), (3, 2, "max")]
+)
+def test_rules_are_met_where_plain_python_says(manager, model, within, n_concepts, for_tokens, aggregate):
+    rng, n_met = np.random.default_rng(n_concepts), 0
+    ids = [concept["id"] for concept in manager.pack.concepts]
+    wanted = [[int(one) for one in rng.choice(len(ids), n_concepts, replace=False)] for _ in range(12)]
+    bar = 0.45 if n_concepts == 1 else 0.3
+    with manager.attach(model) as run:
+        for probes in wanted:
+            named = [ids[probe] for probe in probes]
+            fields = {"all_of": named} if n_concepts > 1 else {"concept": named[0]}
+            run.on(**fields, above=bar, for_tokens=for_tokens, aggregate=aggregate, within=within, action="record")
+        out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    scores = scores_of(manager, model, out, MASK)
+    for probes in wanted:
+        expected = met(manager, scores, [(one, bar) for one in probes], for_tokens, within, aggregate, PROMPTS.shape[1])
+        same = [
+            event
+            for event in run.events
+            if event.concept == ids[probes[0]] and event.also == tuple(ids[one] for one in probes[1:])
+        ]
+        assert {(event.row, event.column) for event in same} == expected and len(same) == len(expected)
+        n_met += len(expected)
+    assert n_met > 3
+
+
+@torch.no_grad()
+def test_what_the_prompt_says_stops_a_row_at_its_first_token(manager, model):
+    scores = scores_of(manager, model, torch.cat([PROMPTS, PROMPTS[:, :1]], 1), MASK)
+    highest = {row: np.max([scores[row, column] for column in range(2, 7)], axis=0) for row in (0, 1)}
+    probe = int(np.argmax(highest[1] - highest[0]))
+    concept, above = manager.pack.concepts[probe]["id"], float(highest[0][probe] + highest[1][probe]) / 2
+    with manager.attach(model) as run:
+        run.on(concept, above=above, within="prompt")
+        out = model.generate(PROMPTS, attention_mask=MASK, **{**GREEDY, "eos_token_id": 60})
+    assert (out[1, 8:] == PAD).all() and (out[0, 8:] != PAD).any()
+    assert {event.row for event in run.events} == {1} and all(event.column < 7 for event in run.events)
+    with manager.attach(model) as run, pytest.raises(ConceptRaised, match="was over"):
+        run.on(concept, above=above, within="prompt", action="raise")
+        model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+
+
+@torch.no_grad()
+def test_a_prompt_that_came_in_a_cache_is_told_as_unjudged(manager, model):
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    first = model.generate(PROMPTS[1:], past_key_values=cache, **GREEDY)
+    warned = pytest.warns(UserWarning, match=r"tokens that rules are asked of have no scores.*1 rule")
+    with warned, manager.attach(model) as run:
+        run.on("c1", above=0.99, within="prompt", action="record")
+        model.generate(first, past_key_values=cache, **GREEDY)
+
+
+def test_what_a_rule_says_goes_through_json_and_is_what_its_schema_takes():
+    spec = RuleSpec(all_of=["a", "b"], above=0.5, for_tokens=2, within="any", action="record", aggregate="mean")
+    told = json.loads(json.dumps(spec.to_dict()))
+    assert RuleSpec.from_dict(told) == dataclasses.replace(spec, all_of=("a", "b"))
+    jsonschema.validate(told, RuleSpec.schema())
+    assert set(RuleSpec.schema()["properties"]) == set(FIELDS)
+    assert set(schema()["properties"]["rules"]["items"]["properties"]) == {*FIELDS, "concepts", "judge"} - {"concept"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({}, "concept", "concept is missing"),
+        ({"concept": "a", "all_of": ["a", "b"]}, "concept", "concept is missing"),
+        ({"all_of": ["a"]}, "all_of", "two concepts or more"),
+        ({"all_of": "ab"}, "all_of", "two concepts or more"),
+        ({"concept": "a", "within": "answers"}, "within", "'answer', 'prompt', 'any'"),
+        ({"concept": "a", "above": -1}, "above", "above is -1"),
+        ({"concept": "a", "above": 0.5, "rate": 0.1}, "rate", "give one of them"),
+        ({"concept": "a", "for_tokens": 0}, "for_tokens", "for_tokens is 0"),
+        ({"concept": "a", "action": "halt"}, "action", "'record', 'stop', 'raise'"),
+        ({"concept": "a", "on_blind": "halt"}, "on_blind", "'pass', 'record'"),
+        ({"concept": "a", "aggregate": "median"}, "aggregate", "median"),
+        ({"concept": "a", "withn": "any"}, "withn", "did you mean 'within'"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(fields, field, said):
+    with pytest.raises(RuleError, match=re.escape(said)) as caught:
+        RuleSpec.from_dict(fields)
+    assert caught.value.field == field and isinstance(caught.value, ConfigError)
+
+
+def test_a_field_of_a_rule_stands_in_two_files():
+    """In what holds and in what asks a rule. (A judge has a time `within` which it answers.)"""
+    root, own = Path(__file__).parents[2] / "probemon", {"monitor/rule_spec.py", "monitor/rule_panel.py"}
+    source = {
+        str(path.relative_to(root)): path.read_text(encoding="utf-8")
+        for path in root.rglob("*.py")
+        if path.parent.name != "judges"
+    }
+    for name in ("within", "all_of"):
+        named = {file for file, text in source.items() if re.search(rf"(rule|spec|one|self)\.{name}\b", text)}
+        assert named <= own, named

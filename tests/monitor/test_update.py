@@ -15,6 +15,7 @@ from conftest import make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError, NotSupportedDecoding, UnknownConcept
 from probemon.monitor.rule_spec import RuleSpec
+from tapped_states import states_of
 
 RECORD = {"action": lambda event: None}
 PARTS = [  # of each state: what is excluded, always on, and the rules as (concept, above, tokens in a row)
@@ -27,16 +28,6 @@ PARTS = [  # of each state: what is excluded, always on, and the rules as (conce
 
 def rules_of(part):
     return [{"concept": concept, "above": above, "for_tokens": n, **RECORD} for concept, above, n in part[2]]
-
-
-def states_of(model, out):
-    """Hidden states of the tapped layer at every token of an output, by one forward of the host."""
-    states = []
-    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: states.append(output))
-    with torch.no_grad():
-        model(out[:, :-1])
-    handle.remove()
-    return states[0] if isinstance(states[0], torch.Tensor) else states[0][0]
 
 
 def replayed(manager, hidden, n_prompt, changes):
@@ -235,7 +226,7 @@ def test_what_cannot_be_changed_is_refused(folder):  # noqa: F811
     with manager.attach(model) as run:
         for arguments, said in (
             ({}, "nothing is to change"),
-            ({"rules": [{"above": 0.2}]}, "a rule has no concept"),
+            ({"rules": [{"above": 0.2}]}, "concept is missing"),
             ({"rules": [{"concept": "c1", "abov": 0.2}]}, "a rule has no 'abov', did you mean 'above'"),
             ({"rules": "c1"}, "rules is 'c1': give a list of dicts"),
             ({"deployment": written(folder, text_of(folder))}, "began without a deployment"),

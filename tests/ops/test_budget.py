@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_update import states_of
 
 import grouped_packs
 from conftest import PAD, make_model, make_pack
@@ -19,6 +18,7 @@ from probemon.monitor.rungs import ALL, AUDIT, DEPTH, EVERY, LEFT_OUT, NAMED, NA
 from probemon.ops.budget import DOWN_AFTER, RESUME, UP_AFTER, Budget
 from probemon.tracking import decoder_hooks
 from probemon.tracking.source_reports import ForwardTime
+from tapped_states import states_of
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None}

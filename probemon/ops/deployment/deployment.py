@@ -415,9 +415,10 @@ def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
         what = properties[key].get("description", "")
         return _error(file, text, steps, f"{key} is missing: {what[:1].lower()}{what[1:]}".rstrip(": "))
     if "dependentSchemas" in problem.absolute_schema_path:
-        path = list(problem.absolute_schema_path)
-        at = path.index("dependentSchemas")
-        one, other = path[at + 1], path[at + 3]
+        rule, path = text.value["rules"][steps[1]], list(problem.absolute_schema_path)
+        one = path[path.index("dependentSchemas") + 1]
+        beside = ("concepts",) if one == "all_of" else ("alert_set", "rate")
+        other = next(name for name in beside if name in rule and name != one)
         return _error(file, text, [*steps[:2], other], f"{one} is given, too: give one of the two")
     if "allOf" in problem.absolute_schema_path:
         return _error(file, text, [*steps[:2], "judge"], "this is for action: escalate")

@@ -81,7 +81,7 @@ class Event:
     run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned: `row`
     is then `text * num_beams + beam`.
     `alert_set`: the pack's set of alert thresholds that `above` is of; None where it was given, or the set has no name.
-    `reading`: what each memory of the host read most at the token, where the run watches it (`routing=True`).
+    `reading`: what each memory of the host read most at the token, where a follower `Routing` watches it.
     `blind`: why the token has no scores, where the event is of `on_blind`; `score` and `value` say nothing then.
     `verdict`: of a judge (`Escalate`), where one was asked; pending until it is known, and the event of `run.events` is
     replaced by one that has it.

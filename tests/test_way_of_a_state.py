@@ -37,7 +37,7 @@ class Walk:
             self.modules.append(name)
 
 
-def test_a_token_enters_ten_modules_from_the_tap_to_its_scores(pack):
+def test_a_token_enters_eleven_modules_from_the_tap_to_its_scores(pack):
     pytest.importorskip("numba")
     model = make_model()
     manager = DynamicProbeManager(pack, impl="numba", strategy="descent")
@@ -52,6 +52,6 @@ def test_a_token_enters_ten_modules_from_the_tap_to_its_scores(pack):
         ids = torch.tensor([[1, 5, 9, 13]])
         model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=PAD, eos_token_id=None)
     sys.setprofile(None)
-    assert n_forwards == 8 and len(walk.modules) <= 10, "\n".join(walk.modules)
+    assert n_forwards == 8 and len(walk.modules) <= 11, "\n".join(walk.modules)
     drawn = PAGE.split("## The way of one hidden state")[1].split("```")[1]
     assert walk.modules == re.findall(r"^ *([a-z_/]+\.py)", drawn, flags=re.MULTILINE)

@@ -209,7 +209,7 @@ def _sinks(sinks: Sequence[SinkStats]) -> Check:
             return Check("sinks", FAILED, what, "Mend the sink, or its disk, and attach again.")
     if n_dropped:
         what = f"{n_dropped:,} of {n_all:,} tokens were dropped before a sink that is too slow"
-        remedy = "Use a faster sink, or give add_sink more max_batches."
+        remedy = "Use a faster sink, or give Delivery(sink, max_batches=...) more."
         return Check("sinks", state_of(n_dropped, n_all), what, remedy)
     return Check("sinks", OK, f"{len(sinks)} sinks took every token" if sinks else "no sinks")
 

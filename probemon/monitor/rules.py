@@ -74,7 +74,7 @@ class Event:
     is then `text * num_beams + beam`.
     `alert_set`: the pack's set of alert thresholds that `above` is of; None where it was given, or the set has no name.
     `also`: the ids of the other concepts that were over the threshold at once, of a rule with `all_of`.
-    `reading`: what each memory of the host read most at the token, where the run watches it (`routing=True`).
+    `reading`: what each memory of the host read most at the token, where a follower `Routing` watches it.
     `blind`: why the token has no scores, where the event is of `on_blind`; `score` and `value` say nothing then.
     `verdict`: of a judge (`Escalate`), where one was asked; pending until it is known, and the event of `run.events` is
     replaced by one that has it.

@@ -1,9 +1,9 @@
 """Sinks: where scores go as they come.
 
-    run.add_sink(JsonLinesSink("scores.jsonl", top_k=10))
-    run.add_sink(ParquetSink("scores.parquet"))
-    run.add_sink(MemorySink(max_tokens=10_000))
-    run.add_sink(CallbackSink(print))
+    run.follow(JsonLinesSink("scores.jsonl", top_k=10))
+    run.follow(ParquetSink("scores.parquet"))
+    run.follow(MemorySink(max_tokens=10_000))
+    run.follow(CallbackSink(print))
 
 A sink is anything with the three methods of `Sink`. A file appears under its name at `close`, whole, or not at all;
 until then it stands beside that name under a hidden one.

@@ -50,7 +50,7 @@ class TokenEvent:
     """One token: `position` in the sequence, `token` its text, `phase` "prompt" or "generated", `scores` (one state).
 
     `unseen` is "" or the reason why there are no scores. The last event bears the `result` of the whole sequence.
-    `reading`: what each memory of the host read most at the token, where it is watched (`routing=True`).
+    `reading`: what each memory of the host read most at the token, where a follower `Routing` watches it.
     """
 
     position: int

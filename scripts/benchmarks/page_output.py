@@ -44,6 +44,7 @@ NAMES = (
     "training",
     "watch",
     "rules",
+    "followers",
     "deployment",
     "drift",
     "metrics",

@@ -163,7 +163,7 @@ class ResidentArena:
 class PagedArena:
     """Holds `n_slots` probes of a store: the least used lately goes first, pinned ones and those in use never.
 
-    A use counts half after `HALF_LIFE` waves (docs/decisions.md). Slots are allocated once,
+    A use counts half after `HALF_LIFE` waves (docs/decisions/engine.md). Slots are allocated once,
     and empty ones are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`:
     the stacked weights of the pack, `[P, ...]`.
     """

@@ -189,5 +189,5 @@ def test_what_was_forgotten_or_never_watched_is_not_said_to_be_nothing(model, ma
     assert n_readings == [0 if unseen else 2 for unseen in result.coverage.unseen] and 0 < n_readings.count(2) < 20
     with manager.attach(model) as run:
         out = model.generate(ids, **PLAIN)
-    with pytest.raises(ConfigError, match="routing=True"):
+    with pytest.raises(ConfigError, match=r"followers=\[Routing\(\)\]"):
         run.result(out).reading(0)

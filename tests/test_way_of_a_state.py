@@ -10,6 +10,8 @@ import torch
 import probemon
 from conftest import PAD, make_model
 from probemon import DynamicProbeManager
+from probemon.monitor.breaker import Breaker
+from probemon.monitor.sinks import MemorySink
 
 PACKAGE = Path(probemon.__file__).parent
 PAGE = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
@@ -55,3 +57,40 @@ def test_a_token_enters_eleven_modules_from_the_tap_to_its_scores(pack):
     assert n_forwards == 8 and len(walk.modules) <= 11, "\n".join(walk.modules)
     drawn = PAGE.split("## The way of one hidden state")[1].split("```")[1]
     assert walk.modules == re.findall(r"^ *([a-z_/]+\.py)", drawn, flags=re.MULTILINE)
+
+
+def modules_of_a_step(manager, model, prepare=lambda run: None, **options):
+    """The modules whose functions run in the whole fifth step of a generation, from one forward to the next."""
+    entered, n_forwards = {}, 0
+
+    def note(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            entered.setdefault(path.relative_to(PACKAGE).as_posix())
+
+    def in_the_fifth_forward(module, args):
+        nonlocal n_forwards
+        n_forwards += 1
+        sys.setprofile(note if n_forwards == 5 else None)
+
+    handle = model.register_forward_pre_hook(in_the_fifth_forward)
+    with handle, manager.attach(model, **options) as run:
+        prepare(run)
+        ids = torch.tensor([[1, 5, 9, 13]])
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=PAD, eos_token_id=None)
+    sys.setprofile(None)
+    return list(entered)
+
+
+def test_a_token_enters_so_many_modules_in_a_whole_step(pack):
+    pytest.importorskip("numba")
+    model, manager = make_model(), DynamicProbeManager(pack, impl="numba", strategy="descent")
+    plain = modules_of_a_step(manager, model)
+    acting = modules_of_a_step(
+        manager,
+        model,
+        lambda run: run.on("c1", above=0.9, aggregate="ema:0.3", action="record"),
+        followers=[MemorySink()],
+        breaker=Breaker(),
+    )
+    assert len(plain) <= 25 and len(acting) <= 31, "\n".join([*plain, "", *acting])

@@ -92,7 +92,9 @@ def xlora_of(model: Any) -> tuple[Any, Any] | None:
     return None
 
 
-def rehearsal(model: Any) -> Callable[[], bool]:
-    """Return what says whether the decoder runs only so that X-LoRA may decide: those tokens are run again."""
+def rehearsal(model: Any) -> Callable[[], bool] | None:
+    """Return what says whether the decoder runs only so that X-LoRA may decide, as those tokens are run again; None for
+    a model without it.
+    """
     mixer = xlora_of(model)
-    return (lambda: False) if mixer is None else partial(xlora_rehearses, *mixer)
+    return None if mixer is None else partial(xlora_rehearses, *mixer)

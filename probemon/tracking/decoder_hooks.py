@@ -194,7 +194,7 @@ class DecoderHooks:
             self.close_forward()  # the one before this one
             self.wait_for_step()
         early_states = thread.reset_forward()
-        if self._rehearses():
+        if self._rehearses is not None and self._rehearses():
             return
         generation, foreign, thread.foreign = thread.generation, thread.foreign, False
         if foreign:

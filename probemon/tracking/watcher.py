@@ -92,6 +92,7 @@ class Watcher:
             threads=self.threads,
         )
         self._offsets = ImageOffsets(model)
+        self._mask = "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
         self._running: list[Generation] = []
         self._n_beside = 0  # generations of threads that are not watched
         self._told_of_others = False
@@ -367,7 +368,7 @@ class Watcher:
         )
 
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.threads.in_other:
+        if self.threads.one_thread and self.threads.in_other:
             return original(*args, **kwargs)
         generation = self._hooks.thread.generation
         # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
@@ -378,13 +379,12 @@ class Watcher:
             and generate_around(self._hooks.decoder) is not None
         )
         if generation is not None and not generation.drafting:
-            mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
-            generation.prepare_forward(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
+            generation.prepare_forward(args[0] if args else kwargs.get("input_ids"), kwargs.get(self._mask))
         return original(*args, **kwargs)
 
     def _follow_criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
-        if self.threads.in_other:
+        if self.threads.one_thread and self.threads.in_other:
             return criteria
         generation = self._hooks.thread.generation
         self._hooks.called = True

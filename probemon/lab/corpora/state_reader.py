@@ -239,7 +239,9 @@ class StateReader:
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
         own = self._open
-        if own.seen is not None and not self._rehearses():  # else a forward of somebody else's
+        if own.seen is not None and not (
+            self._rehearses is not None and self._rehearses()
+        ):  # else a forward of somebody else's
             check_states(site, hidden, own.shape, self.widths[site])
             # Copied now: the layer may go on to add to what its block gave, in place (Falcon).
             states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, own.where.to(hidden.device))

@@ -188,7 +188,7 @@ def test_metrics_are_those_of_what_holds_also_where_no_answer_is_under_way(parts
         if name.startswith("probemon_info") and sha256 in name
     ] == [0, 1]
     assert found["probemon_runs"] == failed["probemon_runs"] == 0
-    assert failed["probemon_budget_rung"] == served.ladder.rung > 0
+    assert failed["probemon_budget_rung"] == served.budget.rung > 0
     assert (found["probemon_breaker_open"], failed["probemon_breaker_open"]) == (0, 1)
 
 
@@ -362,7 +362,7 @@ def test_a_budget_and_a_breaker_are_of_all_answers_together(parts):
     served = served_by(parts, budget={"ms": 1e-6}, breaker={"errors": 1})
     for _ in range(3):
         answer_of(served)
-    assert served.ladder.rung > 0 and served.circuit.state == "closed"
+    assert served.budget.rung > 0 and served.circuit.state == "closed"
 
 
 def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
@@ -522,7 +522,7 @@ def test_a_rule_of_a_request_is_asked_on_whatever_rung_other_answers_are(parts):
         answers = [running.ask("POST", "/v1/chat/completions", body, Authorization=None) for body in bodies]
     finally:
         running.close()
-    assert NAMES[served.ladder.rung] == NAMES[-1]
+    assert NAMES[served.budget.rung] == NAMES[-1]
     [event] = json.loads(answers[-1].content)["choices"][0]["message"]["probemon"]["events"]
     assert event["concept"] == "c2"
 

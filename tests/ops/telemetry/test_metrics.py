@@ -22,6 +22,8 @@ from conftest import make_model, make_pack
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor, Rule
+from probemon.adapters.routing.metric_families import FAMILIES as ROUTING_FAMILIES
+from probemon.adapters.routing.metric_families import table as routing_table
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.statistics import METRICS
 from probemon.core.scores import COUNTS
@@ -545,7 +547,7 @@ def test_three_processes_are_added_up(model, tmp_path):
 
 def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_path):
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    assert table() in page, "scripts/metrics_table.py writes it"
+    assert table() in page and routing_table() in page, "scripts/metrics_table.py writes it"
     host, metrics = make_moe(), fresh("c1")
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", host), audit_rate=1.0)
     with manager.attach(host, followers=[Routing(), Budget(ms=1e6), DriftMonitor(manager)]) as run:
@@ -557,7 +559,11 @@ def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_
         (family.name, family.type): {name for s in family.samples for name in s.labels} - {"le"}
         for family in text_string_to_metric_families(text)
     }
-    known = {(family.stem, family.kind): set(family.labels) for family in FAMILIES.values() if family.where != SERVER}
+    known = {
+        (family.stem, family.kind): set(family.labels)
+        for family in (*FAMILIES.values(), *ROUTING_FAMILIES.values())
+        if family.where != SERVER
+    }
     unexposed = known.keys() - exposed.keys()
     # What this host has none of, and what no run has here.
     assert {name for name, _ in unexposed} <= {"probemon_recurrent", "probemon_controller_seconds"}

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from probemon.ops.telemetry.metric_families import FAMILIES
+from probemon.adapters.routing.metric_families import FAMILIES as OF_ROUTING
+from probemon.ops.telemetry.metric_families import FAMILIES as OF_RUNS
 from scraped_run import scraped_run
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs/operations"
 RULES = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+FAMILIES = {**OF_RUNS, **OF_ROUTING}
 NOT_SHOWN = {
     "probemon_routing_unjudged": "how many tokens rules wait for says something in the first minutes alone",
     "probemon_recurrent": "its metrics are by layer: docs/recurrent-hosts.md says which to look at",

@@ -13,6 +13,7 @@ if [ "$(cat .venv-docs/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   grep -v '^#' constraints-docs.txt | .venv-docs/bin/python -m pip install -q -r /dev/stdin 2> >(grep -v "^WARNING: Location" >&2)
   echo "$stamp" > .venv-docs/.probemon-stamp
 fi
+echo "== docs"
 .venv-docs/bin/mkdocs build --strict  # not --quiet: it would hide warnings from --strict, too
 .venv-docs/bin/python scripts/docs_check.py site
-echo "== site/index.html"
+echo "   docs took $SECONDS s: site/index.html"

@@ -11,6 +11,8 @@ failed=0
 $python -c "import torch; assert torch.cuda.is_available(), 'no GPU here'; print(torch.cuda.get_device_name(), torch.__version__)"
 # Warnings are errors in this project; other versions of torch than the pinned one may warn.
 $python -m pytest -W default -m gpu tests/engine/test_gpu.py tests/adapters/bem/test_bem_triton.py tests/adapters/bem/test_bem_controller_triton.py tests/adapters/routing/test_routing.py tests/engine/test_several_packs.py "$@" || failed=1
+# Every kernel compiled for every chip at every size; the gate compiles each once.
+PROBEMON_EVERY_SIZE=1 $python -m pytest -W default -k every_kernel_compiles tests/engine/test_triton.py tests/adapters/bem/test_bem_triton.py tests/adapters/bem/test_bem_controller_triton.py || failed=1
 # Hosts in formats that torchao has for CUDA alone, with an adapter on them.
 if $python -c "import torchao" 2> /dev/null; then $python scripts/benchmarks/bem_on_gpu.py || failed=1; fi
 name=$($python -c "import re, torch; print(re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name().lower()).strip('-'))")

@@ -271,16 +271,20 @@ def test_watch_prints_one_json_object_and_shows_tokens_beside_it():
     assert answer["alert_set"] == "precision_0.9"
 
 
-def test_inspect_says_what_is_in_the_pack():
-    answer = json.loads(cli("inspect", PACK, "--json", check=True).stdout)
+def test_inspect_says_what_is_in_the_pack(run):
+    answer = json.loads(run("inspect", PACK, "--json")[1])
     assert (
         answer["n_probes"] == ProbePack.open(PACK).n_probes
         and answer["whole"] is True
         and answer["golden_error"] <= 1e-5
     )
     assert answer["quality"]["auroc_median"] >= 0.95
-    text = cli("inspect", PACK, check=True).stdout
-    assert "every file has its hash" in text and f"AUROC: median {answer['quality']['auroc_median']:.3f}" in text
+    code, text, _ = run("inspect", PACK)
+    assert (
+        code == 0
+        and "every file has its hash" in text
+        and f"AUROC: median {answer['quality']['auroc_median']:.3f}" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -331,14 +335,14 @@ def test_a_text_in_the_place_of_a_path_is_one_line_and_status_2(run, arguments):
     assert "File name too long" in error or "no such folder" in error
 
 
-def test_damaged_pack_is_one_line_and_status_2(tmp_path):
+def test_damaged_pack_is_one_line_and_status_2(run, tmp_path):
     import shutil
 
     shutil.copytree(PACK, tmp_path / "p")
     card = tmp_path / "p" / "README.md"
     card.write_text(card.read_text().replace("a", "b", 1))
-    done = cli("inspect", str(tmp_path / "p"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "README.md" in done.stderr
+    code, _, error = run("inspect", str(tmp_path / "p"))
+    assert code == 2 and error.count("\n") == 1 and "README.md" in error
 
 
 # -- other ways to run the model --------------------------------------------------------------------

@@ -138,6 +138,14 @@ def test_a_missing_extra_is_named_with_what_installs_it(doctor, tiny, monkeypatc
     assert by_state(answer, "ok").keys() >= {"pack", "kernel", "cache"}
 
 
+def test_code_that_is_kept_for_want_of_another_folder_names_the_variable_to_set(doctor, tiny, monkeypatch):
+    monkeypatch.setattr("probemon.cli.examination.is_temporary", lambda folder: True)
+    code, answer, _ = doctor(tiny / "model", tiny / "pack")
+    (cache,) = [check for check in answer["checks"] if check["name"] == "cache"]
+    assert code == 0 and cache["state"] == "warning" and "for want of another folder" in cache["what"]
+    assert cache["remedy"] == "Set XDG_CACHE_HOME to a folder that can be written."
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_said_and_the_rest_is_tried_without_it(doctor, tiny):
     code, answer, _ = doctor(tiny / "model", tiny / "pack", "--device", "cuda")

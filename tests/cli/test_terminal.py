@@ -67,7 +67,7 @@ def run(monkeypatch, capsys, *arguments):
 # -- the border itself ---------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.text(st.characters(codec=None) | st.sampled_from(HOSTILE)))
 def test_what_is_harmless_has_nothing_harmful_stays_so_and_loses_nothing_else(text):
     shown = harmless(text)

@@ -148,6 +148,7 @@ def test_gate_says_where_rounding_decided(script):
     ("options", "words"),
     [
         (["--probes", "3"], "--probes is 3: give 40 or more"),
+        (["--hidden", "0"], "profile_cascade: --hidden is 0: give 2 or more"),
         (["--tokens", "many"], "--tokens: invalid int value: 'many'"),
         (["--out", "/no/such/folder/result.json"], "give a file in a folder that exists"),
         (["--tokes", "5"], "--tokes"),
@@ -159,9 +160,3 @@ def test_bad_options_exit_2_with_one_line(script, capsys, options, words):
     assert exit_.value.code == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and words in said[0]
-
-
-def test_bad_option_exits_2_as_a_process():
-    run = subprocess.run([sys.executable, str(SCRIPT), "--hidden", "0"], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "profile_cascade: --hidden is 0: give 2 or more\n"

@@ -1,4 +1,4 @@
-"""From the shell: two processes at once, and two workers of Ray, write the rows that one process writes."""
+"""From the shell: two processes at once, and a worker of Ray, write the rows that one process writes."""
 
 import contextlib
 import fcntl
@@ -16,6 +16,7 @@ import pytest
 
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
+from forked import ended, forked
 from probemon.lab.corpora.analysis_files import TABLES
 from probemon.lab.corpora.analysis_folder import Analysis
 
@@ -27,87 +28,62 @@ def tables(folder):
 
 @pytest.fixture(scope="module")
 def workplace(pack, tmp_path_factory):
-    """A host in a folder, 700 texts (so three shards of 256), and their analysis by one process, from the shell."""
+    """A host in a folder, 520 texts (so three shards of 256), and their analysis by one process, in a terminal; and
+    what was shown there.
+    """
     folder = tmp_path_factory.mktemp("shell")
     make_model().save_pretrained(folder / "host")
     make_tokenizer().save_pretrained(folder / "host")
-    (folder / "texts.jsonl").write_text(
-        "".join(
-            json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(random_texts(700, longest=20))
-        )
-    )
-    done = command(folder, pack, "one").communicate(timeout=900)
-    assert Analysis.open(folder / "one").complete, done
-    return folder
-
-
-def command(folder, pack, out, *more, **environment):
-    arguments = [
-        "analyze",
-        folder / "host",
-        pack.directory,
-        folder / "texts.jsonl",
-        "--out",
-        folder / out,
-        "--dtype",
-        "float32",
-        "--window",
-        "24",
-        "--json",
-        *more,
-    ]
-    words = [sys.executable, "-m", "probemon.cli", *map(str, arguments)]
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
-def test_progress_has_a_rate_and_the_time_that_is_left(pack, workplace):
-    """In a terminal; what is no terminal gets none."""
+    rows = [{"id": f"d{i}", "text": text} for i, text in enumerate(random_texts(520, longest=20))]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))  # else it has no columns to draw in
-    words = [
-        sys.executable,
-        "-m",
-        "probemon.cli",
-        "analyze",
-        workplace / "host",
-        pack.directory,
-        workplace / "texts.jsonl",
-        "--out",
-        workplace / "bar",
-        "--dtype",
-        "float32",
-    ]
-    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=theirs)
+    child = forked(words(folder, pack, "one"), out=folder / "told", errors=os.ttyname(theirs))
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # the other end is closed
         while part := os.read(ours, 4096):
             shown += part
-    assert process.wait(timeout=900) == 0
-    assert re.search(
-        r"analyze: +\d+%\|.*\| \d+/700 doc \[\d\d:\d\d<\d\d:\d\d, \d+ tokens, \d+ a second\]", shown.decode()
-    ), shown[-500:]
+    assert ended(child) == 0 and Analysis.open(folder / "one").complete, shown
+    return folder, shown.decode()
+
+
+def words(folder, pack, out, *more):
+    arguments = ["analyze", folder / "host", pack.directory, folder / "texts.jsonl", "--out", folder / out]
+    return [*map(str, arguments), "--dtype", "float32", "--window", "24", "--json", *more]
+
+
+def test_progress_has_a_rate_and_the_time_that_is_left(workplace):
+    """In a terminal; what is no terminal gets none."""
+    _, shown = workplace
+    bar = r"analyze: +\d+%\|.*\| \d+/520 doc \[\d\d:\d\d<\d\d:\d\d, \d+ tokens, \d+ a second\]"
+    assert re.search(bar, shown), shown[-500:]
 
 
 def test_two_processes_at_once_write_the_rows_of_one(pack, workplace):
-    running = [command(workplace, pack, "ranks", RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)]
-    told = [process.communicate(timeout=900) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    assert len(list((workplace / "ranks/shards").glob("*.json"))) == 3
-    assert tables(workplace / "ranks") == tables(workplace / "one")
+    folder, _ = workplace
+    running = [
+        forked(
+            words(folder, pack, "ranks"),
+            out=folder / f"told{rank}",
+            errors=folder / f"errors{rank}",
+            RANK=str(rank),
+            WORLD_SIZE="2",
+        )
+        for rank in (0, 1)
+    ]
+    assert [ended(child) for child in running] == [0, 0], (folder / "errors0").read_text()
+    assert len(list((folder / "ranks/shards").glob("*.json"))) == 3
+    assert tables(folder / "ranks") == tables(folder / "one")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed")
 def test_ray_from_the_shell_writes_the_rows_of_one_process(pack, workplace):
-    """In a cluster of its own, which the command makes and ends."""
-    running = command(workplace, pack, "ray", "--ray", "2", RAY_ADDRESS="local")
-    out, error = running.communicate(timeout=900)
-    assert running.returncode == 0, error
-    assert json.loads(out)["documents"] == 700
-    assert tables(workplace / "ray") == tables(workplace / "one")
+    """In a cluster of its own, which the command makes and ends. Of two workers: test_distributed.py."""
+    folder, _ = workplace
+    line = [sys.executable, "-m", "probemon.cli", *words(folder, pack, "ray", "--ray", "1")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["documents"] == 520
+    assert tables(folder / "ray") == tables(folder / "one")

@@ -1,10 +1,9 @@
-"""The commands train and states, as a shell runs them: on a folder of a model, killed and run again."""
+"""The commands train and states, as a shell runs them, in processes: on a folder of a model, killed and run again."""
 
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,6 +11,7 @@ import pytest
 
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
+from forked import ended, forked
 from lab.training.test_train import rows
 from probemon import cli
 from probemon.lab.training.state_store import STATE
@@ -27,27 +27,42 @@ def folder(tmp_path_factory):
     return home
 
 
-def command(folder, *arguments):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-    line = [sys.executable, "-m", "probemon", *map(str, arguments)]
-    return {"args": line, "cwd": folder, "env": environment, "text": True}
+@pytest.fixture
+def begin(folder, tmp_path):
+    """Begins a command in the folder."""
+
+    def begin(*arguments):
+        cache = {"XDG_CACHE_HOME": str(folder / "cache")}
+        return forked(arguments, out=tmp_path / "out", errors=tmp_path / "errors", cwd=folder, **cache)
+
+    return begin
 
 
-def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder):
+@pytest.fixture
+def run(begin, tmp_path):
+    """Runs a command to its end, which is to be a good one; returns what it printed."""
+
+    def run(*arguments):
+        assert ended(begin(*arguments)) == 0, (tmp_path / "errors").read_text()
+        return (tmp_path / "out").read_text()
+
+    return run
+
+
+def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder, run):
     given = ("train", "host", "rows.jsonl", "--out", "letters", "--no-background", "--layers", "0,1")
-    done = subprocess.run(**command(folder, *given), capture_output=True, check=True)
+    said = run(*given)
     pack = ProbePack.open(folder / "letters", verify=True)
     assert pack.manifest["host"]["model_id"] == "host" and pack.n_probes == 2
-    assert "letters: letters, 2 probes; report in letters.html" in done.stdout
-    assert "A false-positive rate of 0.01 by text cannot be claimed for zed, queue" in done.stdout
+    assert "letters: letters, 2 probes; report in letters.html" in said
+    assert "A false-positive rate of 0.01 by text cannot be claimed for zed, queue" in said
     heads = ("AUROC", "95 %", "TPR at 1 %", "0.1 %", "words", "embedding", "mean state", "length", "position", "masked")
-    (shown,) = [line for line in done.stdout.splitlines() if line.startswith("concept")]
+    (shown,) = [line for line in said.splitlines() if line.startswith("concept")]
     assert shown.split() == " ".join(("concept", *heads, "shuffled", "random", "false", "alarms")).split()
     page = (folder / "letters.html").read_text()
     assert "<svg" in page and "The worst mistakes" in page and "<script" not in page
-    again = subprocess.run(**command(folder, *given, "--json", "--overwrite"), capture_output=True, check=True)
-    said = json.loads(again.stdout)
-    assert said["concepts"] == pack.manifest["quality"]["concepts"]
+    again = json.loads(run(*given, "--json", "--overwrite"))
+    assert again["concepts"] == pack.manifest["quality"]["concepts"]
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "host", "letters", "letters.html", "rows.jsonl"]
 
 
@@ -118,30 +133,22 @@ def test_where_nothing_can_be_written_is_said_before_a_model_is_loaded(folder, m
     assert ended.value.code == 2 and len(error.splitlines()) == 1 and said in error
 
 
-def test_states_that_were_killed_are_gone_on_with_to_the_same_bytes(folder):
+def test_states_that_were_killed_are_gone_on_with_to_the_same_bytes(folder, begin, run):
     texts = folder / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in random_texts(6000, longest=60)))
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in random_texts(3000, longest=60)))
     given = ("states", "host", texts, "--sites", "resid_post.2", "--json", "--out")
-    running = subprocess.Popen(
-        **command(folder, *given, "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while running.poll() is None and _texts_done(folder / "killed") < 1000:
+    child = begin(*given, "killed")
+    while _texts_done(folder / "killed") < 1000:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(0.01)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    os.kill(child, signal.SIGKILL)
+    assert ended(child) == -signal.SIGKILL
     before = _texts_done(folder / "killed")
-    assert 0 < before < 6000
+    assert 0 < before < 3000
     for name in ("killed", "whole"):
-        done = subprocess.run(**command(folder, *given, name), capture_output=True, check=True)
-        assert json.loads(done.stdout)["texts"] == 6000
-    less = subprocess.run(
-        **command(
-            folder, "states", "host", "rows.jsonl", "--sites", "resid_post.2", "--budget", "0.0001", "--out", "less"
-        ),
-        capture_output=True,
-        check=True,
-    )
-    assert re.search(r"the budget had no room for \d+ tokens more", less.stdout)
+        assert json.loads(run(*given, name))["texts"] == 3000
+    less = run("states", "host", "rows.jsonl", "--sites", "resid_post.2", "--budget", "0.0001", "--out", "less")
+    assert re.search(r"the budget had no room for \d+ tokens more", less)
     for path in sorted((folder / "whole").iterdir()):
         assert path.read_bytes() == (folder / "killed" / path.name).read_bytes(), path.name
 

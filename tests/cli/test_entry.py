@@ -100,7 +100,7 @@ def test_an_argument_that_is_not_utf_8_is_refused(monkeypatch, capsys, line):
 
 
 @pytest.mark.parametrize(
-    "module", ["typer", "probemon.cli.app", "probemon.cli.watch", "numpy", "torch", "torch.nn", "transformers"]
+    "module", ["typer", "probemon.cli.app", "probemon.cli.watch.command", "numpy", "torch", "torch.nn", "transformers"]
 )
 def test_ctrl_c_while_something_is_imported_ends_it_without_a_word(module):
     program = f"""

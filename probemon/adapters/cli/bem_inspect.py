@@ -150,7 +150,7 @@ def _in_words(sites: dict[str, Any]) -> str:
 def _table(tokens: list[dict[str, Any]]) -> Any:
     from rich.text import Text
 
-    from probemon.cli.live_view import printable
+    from probemon.cli.watch.live_view import printable
 
     least = [min(token["code"][i] for token in tokens) for i in range(len(tokens[0]["code"]))]
     most = [max(token["code"][i] for token in tokens) for i in range(len(tokens[0]["code"]))]

@@ -58,7 +58,7 @@ from probemon.util.counted import counted
 from probemon.util.harmless_text import clip
 
 if TYPE_CHECKING:
-    from probemon.cli.watch_rules import Watching
+    from probemon.cli.watch.rules import Watching
     from probemon.manager import DynamicProbeManager
     from probemon.monitor.overhead import Overhead
 
@@ -102,7 +102,7 @@ def watch(
     """
     check_generation(prompt, max_new_tokens)
     sampling = sampling_arguments(sample, temperature, top_p, seed)
-    from probemon.cli.watch_rules import Watching, check_watched, scores_sink, shown_above, stop_rules
+    from probemon.cli.watch.rules import Watching, check_watched, scores_sink, shown_above, stop_rules
     from probemon.engine.kernels import check_device
     from probemon.packs.group import open_packs
 
@@ -122,8 +122,8 @@ def watch(
     watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
     check_watched(manager, concept or ())
     host, tokenizer = load_aloud(model, device, dtype)
-    from probemon.cli.live_view import LiveView, PlainView, summary
-    from probemon.cli.watch_answer import Watched
+    from probemon.cli.watch.answer import Watched
+    from probemon.cli.watch.live_view import LiveView, PlainView, summary
     from probemon.host.compatibility import check_readable
     from probemon.host.model import unwrap
 

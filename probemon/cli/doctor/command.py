@@ -50,7 +50,7 @@ def doctor(
     """
     packs = [pack_for(model, pack), *(more_packs or ())]
     use_threads(threads)
-    from probemon.cli.examination import Examination
+    from probemon.cli.doctor.examination import Examination
     from probemon.errors import ConfigError
     from probemon.host.loading import check_dtype
 
@@ -58,7 +58,7 @@ def doctor(
     if text is not None and not measure:
         raise ConfigError("--text is for --measure: add it")
     if text is not None:
-        from probemon.cli.measured_settings import check_text
+        from probemon.cli.doctor.measured_settings import check_text
 
         check_text(text)  # before a model is loaded
     examination = Examination(model, packs, device=device, dtype=dtype, alert_set=alert_set, strict=strict)
@@ -67,7 +67,7 @@ def doctor(
     if not as_json:
         _show(health)
     if measure and health.ok and examination.pack is not None:
-        from probemon.cli.measured_settings import MeasuredSettings
+        from probemon.cli.doctor.measured_settings import MeasuredSettings
 
         measured = MeasuredSettings.on(examination.host, examination.tokenizer, examination.pack, device, text)
         if not as_json:

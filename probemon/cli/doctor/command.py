@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, pack_for, use_threads
-from probemon.cli.options import AlertSet, AsJson, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 def doctor(
-    model: Model,
-    pack: PackOfModel = None,
-    more_packs: MorePacks = None,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    threads: Threads = 0,
-    alert_set: AlertSet = None,
-    strict: Strict = False,
+    model: opt.Model,
+    pack: opt.PackOfModel = None,
+    more_packs: opt.MorePacks = None,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype = "auto",
+    threads: opt.Threads = 0,
+    alert_set: opt.AlertSet = None,
+    strict: opt.Strict = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure what settings cost and find, and what watching adds.")
     ] = False,
@@ -38,7 +38,7 @@ def doctor(
         Path | None,
         typer.Option("--text", metavar="FILE", help="With --measure: documents, the first of which is read."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Check that MODEL can be watched by PACK here: versions, device, pack, model, whether they fit, the kernel, and a
     short generation whose scores are compared with those of an unwatched one. Says what is wrong, and what to do.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import (
     chat_messages,
     check_beside_file,
@@ -23,33 +24,6 @@ from probemon.cli.common import (
     pack_for,
     sampling_arguments,
     use_threads,
-)
-from probemon.cli.options import (
-    PROMPT,
-    AlertSet,
-    AuditRate,
-    DeploymentFile,
-    Device,
-    Dtype,
-    JsonBesideView,
-    MaxNewTokens,
-    MinStrength,
-    Model,
-    MorePacks,
-    OnlyConcepts,
-    PackOfModel,
-    Plain,
-    Prompt,
-    Sample,
-    ScoresOut,
-    Seed,
-    StopAggregate,
-    StopOn,
-    Strict,
-    System,
-    Temperature,
-    Threads,
-    TopP,
 )
 from probemon.cli.registry import followers_of_view
 from probemon.cli.signals import on_interrupt
@@ -66,33 +40,33 @@ _PROMPT_SHOWN = 200  # characters
 
 
 def watch(
-    model: Model,
-    pack: PackOfModel = None,
-    more_packs: MorePacks = None,
-    prompt: Prompt = PROMPT,
-    system: System = None,
-    max_new_tokens: MaxNewTokens = 48,
-    sample: Sample = False,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
-    concept: OnlyConcepts = None,
-    min_strength: MinStrength = 0.0,
-    stop_on: StopOn = None,
-    aggregate: StopAggregate = "none",
-    out: ScoresOut = None,
-    plain: Plain = False,
-    as_json: JsonBesideView = False,
-    alert_set: AlertSet = None,
-    audit_rate: AuditRate = 0.0,
+    model: opt.Model,
+    pack: opt.PackOfModel = None,
+    more_packs: opt.MorePacks = None,
+    prompt: opt.Prompt = opt.PROMPT,
+    system: opt.System = None,
+    max_new_tokens: opt.MaxNewTokens = 48,
+    sample: opt.Sample = False,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = None,
+    concept: opt.OnlyConcepts = None,
+    min_strength: opt.MinStrength = 0.0,
+    stop_on: opt.StopOn = None,
+    aggregate: opt.StopAggregate = "none",
+    out: opt.ScoresOut = None,
+    plain: opt.Plain = False,
+    as_json: opt.JsonBesideView = False,
+    alert_set: opt.AlertSet = None,
+    audit_rate: opt.AuditRate = 0.0,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, step by step.")
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    strict: Strict = False,
-    deployment: DeploymentFile = None,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    strict: opt.Strict = False,
+    deployment: opt.DeploymentFile = None,
 ) -> None:
     """Generate from MODEL and show the concepts of PACK token by token; with --pack those of several packs at once.
 

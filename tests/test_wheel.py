@@ -108,3 +108,8 @@ def test_who_made_it_and_what_it_is_are_in_the_metadata(installed):
 def test_the_files_of_pages_are_installed(installed, folder):
     files = {file.name: file.read_bytes() for file in (ROOT / "probemon" / folder).iterdir() if file.is_file()}
     assert {name: (installed / "probemon" / folder / name).read_bytes() for name in files} == files and files
+
+
+def test_the_templates_of_pages_are_installed(installed):
+    files = {str(file.relative_to(ROOT)): file.read_bytes() for file in (ROOT / "probemon").rglob("*.html.j2")}
+    assert {name: (installed / name).read_bytes() for name in files} == files and len(files) >= 6

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.options import AlertSet, AsJson, Pack
+from probemon.cli import options as opt
 from probemon.cli.terminal import answer, harmless, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.util.counted import counted
@@ -45,7 +45,7 @@ class Line:
 
 
 def concepts(
-    pack: Pack,
+    pack: opt.Pack,
     pattern: Annotated[
         str | None,
         typer.Argument(metavar="PATTERN", help="A concept by its name or id, or a text with * for several."),
@@ -59,8 +59,8 @@ def concepts(
             ),
         ),
     ] = None,
-    alert_set: AlertSet = None,
-    as_json: AsJson = False,
+    alert_set: opt.AlertSet = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Show the concepts of PACK as a tree: when each fires, how much of that is right, and what it means."""
     if depth is not None and depth < 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.cli.options import AsJson, Pack
+from probemon.cli import options as opt
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.util.checks import is_number
 from probemon.util.counted import counted
@@ -45,7 +45,7 @@ _MEANS = {
 }
 
 
-def inspect(pack: Pack, as_json: AsJson = False) -> None:
+def inspect(pack: opt.Pack, as_json: opt.AsJson = False) -> None:
     """Show what is in PACK, how good it is, and whether it is whole (every hash, every weight, the golden scores)."""
     from probemon.packs.pack import ProbePack
 

@@ -1,4 +1,9 @@
-"""Arguments and options that several commands share, each as the type of a parameter: `device: Device = "cpu"`."""
+"""Arguments and options that several commands share, each as the type of a parameter.
+
+from probemon.cli import options as opt
+
+def command(model: opt.Model, device: opt.Device = "cpu") -> None: ...
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.options import AsJson, OverwritePack, Pack, PackName
+from probemon.cli import options as opt
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
 from probemon.util.counted import counted
@@ -45,7 +45,7 @@ def merge(
     ],
     name: Annotated[str, typer.Option(help="Name of the new pack; else that of its folder.")] = "",
     prefix: Annotated[bool, typer.Option("--prefix", help="Put each pack's name before its ids, as name:id.")] = False,
-    overwrite: OverwritePack = False,
+    overwrite: opt.OverwritePack = False,
 ) -> None:
     """Put the probes of several packs for one host into one pack."""
     from probemon.packs.edit import merge as merge_packs
@@ -65,7 +65,7 @@ def merge(
 
 @pack.command()
 def subset(
-    source: Pack,
+    source: opt.Pack,
     out: Out,
     concept: Annotated[
         list[str],
@@ -73,8 +73,8 @@ def subset(
     ],
     above: Annotated[bool, typer.Option("--above/--no-above", help="Keep all concepts above them.")] = True,
     below: Annotated[bool, typer.Option("--below/--no-below", help="Keep all concepts below them.")] = True,
-    name: PackName = "",
-    overwrite: OverwritePack = False,
+    name: opt.PackName = "",
+    overwrite: opt.OverwritePack = False,
 ) -> None:
     """Make a pack of some concepts, with those above and below them."""
     from probemon.packs.edit import subset as cut
@@ -85,13 +85,13 @@ def subset(
 
 @pack.command()
 def rename(
-    source: Pack,
+    source: opt.Pack,
     out: Out,
     name: Annotated[str, typer.Option(help="New name of the pack.")] = "",
     concepts: Annotated[
         Path | None, typer.Option(help='A JSON file: by id, a new name, or {"id": ..., "name": ...}.')
     ] = None,
-    overwrite: OverwritePack = False,
+    overwrite: opt.OverwritePack = False,
 ) -> None:
     """Give a pack, or its concepts, other names."""
     from probemon.packs.edit import rename as rename_pack
@@ -157,7 +157,7 @@ def _say_written(pack: ProbePack, out: str) -> None:
 
 
 def hierarchy(
-    source: Pack,
+    source: opt.Pack,
     tree: Annotated[
         Path | None,
         typer.Argument(
@@ -186,9 +186,9 @@ def hierarchy(
             )
         ),
     ] = None,
-    name: PackName = "",
-    as_json: AsJson = False,
-    overwrite: OverwritePack = False,
+    name: opt.PackName = "",
+    as_json: opt.AsJson = False,
+    overwrite: opt.OverwritePack = False,
 ) -> None:
     """Give a flat pack a hierarchy from a file, or see what one proposed from its weights would save."""
     from probemon.packs.hierarchies import propose, with_hierarchy
@@ -216,7 +216,7 @@ def hierarchy(
             _say_written(written, str(out))
 
 
-def quantize(source: Pack, out: Out, as_json: AsJson = False, overwrite: OverwritePack = False) -> None:
+def quantize(source: opt.Pack, out: Out, as_json: opt.AsJson = False, overwrite: opt.OverwritePack = False) -> None:
     """Write an int8 copy of PACK (a scale for each row) and say how far its scores move."""
     from probemon.packs.quantize import quantize as quantize_pack
 
@@ -243,7 +243,7 @@ def quantize(source: Pack, out: Out, as_json: AsJson = False, overwrite: Overwri
 
 @pack.command()
 def push(
-    source: Pack,
+    source: opt.Pack,
     repository: Annotated[
         str, typer.Argument(metavar="ORG/NAME", help="Where to on the Hugging Face hub; made where there is none.")
     ],
@@ -254,7 +254,7 @@ def push(
     revision: Annotated[str, typer.Option(help="A branch, made where there is none; else main.")] = "",
     message: Annotated[str, typer.Option(help="Message of the commit.")] = "",
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Push a pack to the Hugging Face hub, in one commit. Log in first, by hf auth login or HF_TOKEN."""
     opened = _open(source)

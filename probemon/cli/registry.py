@@ -32,8 +32,8 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("watch", "probemon.cli.watch:watch", "Generate from MODEL and show concepts token by token."),
-    Command("doctor", "probemon.cli.doctor:doctor", "Check that MODEL can be watched by PACK here."),
+    Command("watch", "probemon.cli.watch.command:watch", "Generate from MODEL and show concepts token by token."),
+    Command("doctor", "probemon.cli.doctor.command:doctor", "Check that MODEL can be watched by PACK here."),
     Command(
         "concepts", "probemon.cli.concepts:concepts", "Show the concepts of PACK as a tree, with their thresholds."
     ),

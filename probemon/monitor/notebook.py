@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from xml.etree.ElementTree import Element
 
 from probemon.errors import ConfigError
 from probemon.monitor.result import Result
@@ -20,7 +19,8 @@ from probemon.monitor.stream import TokenEvent
 from probemon.monitor.token_html import token_span
 from probemon.util.checks import check_number
 from probemon.util.extras import import_ipython
-from probemon.util.static_html import Colours, element, fragment
+from probemon.util.static_html import Colours, fragment
+from probemon.util.templates import macros
 
 _NEWEST = 400  # tokens that are shown while more come
 
@@ -63,7 +63,7 @@ class LiveText:
     """
 
     def __init__(self) -> None:
-        self._colours, self._spans, self._n_tokens, self._n_unseen = Colours(), list[Element](), 0, 0
+        self._colours, self._spans, self._n_tokens, self._n_unseen = Colours(), list[str](), 0, 0
 
     def add(self, event: TokenEvent) -> None:
         """Add a token."""
@@ -76,10 +76,8 @@ class LiveText:
 
     def html(self) -> str:
         """Return the text as it stands, and how many tokens there were."""
-        n_before = self._n_tokens - len(self._spans)
-        before = f", of which the first {n_before:,} are no longer shown" if n_before else ""
-        counts = f"{self._n_tokens:,} tokens, {self._n_unseen:,} unseen{before}"
-        parts = [element("div", *self._spans, kind="text", dir="auto"), element("p", counts, kind="dim")]
+        page = macros("monitor/result.html.j2")
+        parts = [page.text(self._spans), page.live(self._n_tokens, self._n_unseen, self._n_tokens - len(self._spans))]
         return fragment("Generating", [*parts, *([self._colours.legend()] if self._colours.hues else [])])
 
     def __repr__(self) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from xml.etree.ElementTree import Element
 
 from probemon.monitor.result import ConceptScore
 from probemon.util.harmless_text import clip
-from probemon.util.static_html import Colours, element
+from probemon.util.static_html import Colours
+from probemon.util.templates import macros
 
 _LONGEST_TOKEN, _LONGEST_TITLE = 200, 500
 
@@ -26,7 +26,7 @@ def token_span(
     *,
     unseen: str,
     own: bool = False,
-) -> Element:
+) -> str:
     """Return a token in the colour of the first of its `leading` concepts, with all of them on hover.
 
     `ranked`: the best of packs of which nothing fires. `unseen`: why there are no scores. `own`: whether `text` is the
@@ -36,8 +36,10 @@ def token_span(
     kinds += [colours.of(leading[0].path[0], leading[0].strength)] if leading else []
     details = [f"unseen: {unseen}"] if unseen else [described(concept) for concept in leading]
     details += [f"ranked, not firing: {described(concept)}" for concept in ranked]
-    title = {"title": _clip_lines("\n".join(details))} if details else {}
-    return element("span", _clip_token(text), kind=" ".join(kinds), **title)
+    shown = text if len(text) <= _LONGEST_TOKEN else clip(text, _LONGEST_TOKEN)  # its line ends stay
+    title = "\n".join(details)
+    title = title if len(title) <= _LONGEST_TITLE else f"{title[:_LONGEST_TITLE]}…"
+    return macros("monitor/result.html.j2").token(shown, " ".join(kinds), title)
 
 
 def described(concept: ConceptScore) -> str:
@@ -48,13 +50,3 @@ def described(concept: ConceptScore) -> str:
     if not math.isnan(concept.precision):
         parts.append(f"{concept.precision:.0%} right")
     return f"{' > '.join(clip(name, 60) for name in concept.path)}: {', '.join(parts)}"
-
-
-def _clip_token(text: str) -> str:
-    """Return a token's text, cut where it is very long. Its line ends stay."""
-    return text if len(text) <= _LONGEST_TOKEN else clip(text, _LONGEST_TOKEN)
-
-
-def _clip_lines(text: str) -> str:
-    """Return what is shown on hover, cut where it is very long."""
-    return text if len(text) <= _LONGEST_TITLE else f"{text[:_LONGEST_TITLE]}…"

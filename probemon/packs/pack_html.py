@@ -7,52 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from xml.etree.ElementTree import Element
 
 import numpy as np
 
 from probemon.core.hierarchy import ConceptTree, Ints
-from probemon.packs.manifest import HERE
 from probemon.packs.opened import OpenedPack
-from probemon.util.harmless_text import clip
-from probemon.util.static_html import element, fragment, table
+from probemon.util.static_html import fragment
+from probemon.util.templates import macros
 
 _MOST_LEVELS, _MOST_ROOTS, _MOST_CHILDREN, _MOST_SETS, _MOST_PACKS = 20, 40, 12, 20, 8
 
 
 def packs_html(title: str, packs: Mapping[str, OpenedPack]) -> str:
     """Return the HTML of some packs by name."""
-    parts = [
-        part
-        for name, pack in list(packs.items())[:_MOST_PACKS]
-        for part in (*([element("p", element("b", clip(name, 100)))] if len(packs) > 1 else []), *_parts(pack))
-    ]
+    return fragment(title, _parts(packs))
+
+
+def _parts(packs: Mapping[str, OpenedPack]) -> Iterator[str]:
+    page = macros("packs/pack.html.j2")
+    for name, pack in list(packs.items())[:_MOST_PACKS]:
+        yield page.about(name if len(packs) > 1 else "", pack, ", ".join(str(site) for site in pack.sites[:10]))
+        yield page.levels(_levels(pack))
+        names = list(pack.alert_sets)
+        yield page.alert_sets(names[:_MOST_SETS], pack.alert_set, len(names) - _MOST_SETS)
+        yield page.top(*_top(pack))
     if len(packs) > _MOST_PACKS:
-        parts.append(element("p", f"and {len(packs) - _MOST_PACKS} more packs", kind="dim"))
-    return fragment(title, parts)
+        yield page.more(len(packs) - _MOST_PACKS)
 
 
-def _parts(pack: OpenedPack) -> Iterator[Element]:
-    host = pack.manifest["host"]
-    reads = ", ".join(str(site) for site in pack.sites[:10])
-    yield element(
-        "p",
-        f"{pack.n_probes:,} probes ({pack.architecture}, {str(pack.dtype).removeprefix('torch.')}, rule",
-        f" {pack.score_rule}{'' if pack.scope == HERE else ', of all tokens so far'},"
-        f"{f' {len(pack.tree.groups):,} softmax groups,' if len(pack.tree.groups) else ''}"
-        f" {pack.weight_bytes() / 1e6:,.1f} MB) for ",
-        element("bdi", clip(str(host.get("model_id") or "a host that is not stated"), 120)),
-        f", at {clip(reads, 200)}",
-    )
-    yield element(
-        "p", "Licence: ", element("bdi", clip(str(pack.manifest.get("licence", "not stated")), 300)), kind="dim"
-    )
-    yield _levels(pack)
-    yield _alert_sets(pack)
-    yield from _top(pack)
-
-
-def _levels(pack: OpenedPack) -> Element:
+def _levels(pack: OpenedPack) -> list[tuple[str, str, str]]:
     known = ~np.isnan(pack.alert_threshold.numpy())
     levels = np.unique(pack.tree.level)
     rows = [
@@ -60,51 +43,24 @@ def _levels(pack: OpenedPack) -> Element:
         for level in levels[:_MOST_LEVELS].tolist()
         for at in [pack.tree.level == level]
     ]
-    if len(levels) > _MOST_LEVELS:
-        rows.append((f"and {len(levels) - _MOST_LEVELS} more", "", ""))
-    return table(["level", "probes", "with an alert threshold"], rows, numbers=(1, 2))
+    return rows + [(f"and {len(levels) - _MOST_LEVELS} more", "", "")] * (len(levels) > _MOST_LEVELS)
 
 
-def _alert_sets(pack: OpenedPack) -> Element:
-    names = list(pack.alert_sets)
-    if not names:
-        return element("p", "Its alert thresholds are one set without a name.")
-    shown: list[str | Element] = ["Alert thresholds: "]
-    for i, name in enumerate(names[:_MOST_SETS]):
-        in_force = name == pack.alert_set
-        shown += [
-            ", " if i else "",
-            element("b" if in_force else "bdi", clip(name, 60)),
-            " (in force)" if in_force else "",
-        ]
-    if len(names) > _MOST_SETS:
-        shown.append(f" and {len(names) - _MOST_SETS} more sets")
-    return element("p", *shown)
+def _top(pack: OpenedPack) -> tuple[list[Any], int]:
+    """Return the roots with their children, the largest first, and how many more there are."""
+    below, rows = _placed_below(pack.tree), []
 
+    def largest(probes: Ints, most: int) -> list[int]:
+        return probes[np.argsort(-below[probes], kind="stable")].tolist()[:most]
 
-def _top(pack: OpenedPack) -> Iterator[Element]:
-    """Yield the roots with their children, the largest first."""
-    below, roots = _placed_below(pack.tree), pack.tree.roots
-    order = roots[np.argsort(-below[roots], kind="stable")].tolist()
-    yield element("p", "The top of its hierarchy, each concept with how many are placed below it:")
-    lines = []
-    for root in order[:_MOST_ROOTS]:
+    def named(probe: int) -> tuple[str, int]:
+        return pack.concepts[probe]["name"], int(below[probe])
+
+    for root in largest(pack.tree.roots, _MOST_ROOTS):
         children = pack.tree.children(root)
-        first = children[np.argsort(-below[children], kind="stable")].tolist()[:_MOST_CHILDREN]
-        names: list[str | Element] = [" › "] if first else []
-        for i, child in enumerate(first):
-            names += [", " if i else "", *_named(pack.concepts[child], int(below[child]))]
-        if len(children) > len(first):
-            names.append(f", and {len(children) - len(first):,} more")
-        lines.append(element("li", *_named(pack.concepts[root], int(below[root]), tag="b"), *names))
-    yield element("ul", *lines)
-    if len(order) > _MOST_ROOTS:
-        yield element("p", f"and {len(order) - _MOST_ROOTS:,} more roots", kind="dim")
-
-
-def _named(concept: Mapping[str, Any], n_below: int, tag: str = "bdi") -> list[str | Element]:
-    """Return a concept's name, and how many are below it, if any."""
-    return [element(tag, clip(concept["name"], 60)), f" {n_below:,}" if n_below else ""]
+        shown = [named(child) for child in largest(children, _MOST_CHILDREN)]
+        rows.append((*named(root), shown, len(children) - len(shown)))
+    return rows, len(pack.tree.roots) - len(rows)
 
 
 def _placed_below(tree: ConceptTree) -> Ints:

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.cli.live_view import LiveView
 from probemon.cli.options import PROMPT
+from probemon.cli.watch.live_view import LiveView
 from probemon.util.files import write_text_atomically
 
 

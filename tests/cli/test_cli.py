@@ -21,7 +21,7 @@ from conftest import n_hooks
 from probemon import DynamicProbeManager, ProbePack
 from probemon import cli as command_line
 from probemon.bundled import load_bundled
-from probemon.cli.live_view import LiveView, PlainView, path_text, printable, strength_bar, summary
+from probemon.cli.watch.live_view import LiveView, PlainView, path_text, printable, strength_bar, summary
 from probemon.errors import ConfigError
 from probemon.monitor.result import describe
 from probemon.packs.copies import copy_pack

@@ -13,7 +13,7 @@ import typer
 from conftest import make_model, make_pack
 from corpora import make_tokenizer
 from probemon.cli import app as cli
-from probemon.cli import measured_settings
+from probemon.cli.doctor import measured_settings
 from probemon.engine import kernels
 
 COMMANDS = typer.main.get_command(cli.app)

@@ -99,7 +99,7 @@ def test_an_argument_that_is_not_utf_8_is_refused(monkeypatch, capsys, line):
     assert error == "probemon: the argument 'p\\xe9' is not UTF-8: write it in UTF-8, or rename its file\n"
 
 
-@pytest.mark.parametrize("module", ["typer", "probemon.cli.watch", "torch", "transformers"])
+@pytest.mark.parametrize("module", ["typer", "probemon.cli.watch.command", "torch", "transformers"])
 def test_ctrl_c_while_something_is_imported_ends_it_without_a_word(module):
     program = f"""
 import os, signal, sys

@@ -30,8 +30,8 @@ from conftest import EOS, HIDDEN, make_model, make_pack
 from probemon import ProbePack
 from probemon.adapters.cli.routing_view import LiveRouting
 from probemon.cli import app as cli
-from probemon.cli.live_view import LiveView
 from probemon.cli.terminal import Bordered, answer, border, harmless, say, terminal
+from probemon.cli.watch.live_view import LiveView
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.calibration.expansion import Expansion
 from probemon.util.files import sha256

@@ -27,11 +27,11 @@ from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
 from probemon.adapters.routing.recorder import Routing
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
-from probemon.cli import watch as command
 from probemon.cli.common import chat_messages
-from probemon.cli.live_view import LiveView
-from probemon.cli.watch_answer import Watched, _why_unseen, apart
-from probemon.cli.watch_rules import Watching, score_of_strength, shown_above, stop_rules
+from probemon.cli.watch import command
+from probemon.cli.watch.answer import Watched, _why_unseen, apart
+from probemon.cli.watch.live_view import LiveView
+from probemon.cli.watch.rules import Watching, score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
 from probemon.monitor import overhead as measuring
 from probemon.monitor.result import describe, leading

@@ -5,24 +5,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from probemon.util.harmless_text import clip, harmless
-from probemon.util.static_html import ALPHAS, HUES, MAX_BYTES, Colours, element, fragment, path_of, table
+from probemon.util.static_html import ALPHAS, HUES, MAX_BYTES, Colours, fragment
+from probemon.util.templates import macros, template_environment
 from static_page import HOSTILE, read
 
 CHARACTERS = st.characters(codec=None) | st.sampled_from("<>&\"'\x1b\u202e\n/=-!")
+SHARED = macros("util/static.html.j2")
+LINE = r"""{% macro line(text, title) %}
+<p>a<b title="{{ title|harmless("\n") }}">{{ text }}</b>{{ text }}c</p>
+{% endmacro %}"""
 TEXTS = st.text(CHARACTERS, max_size=60) | st.sampled_from([text for text in HOSTILE if len(text) < 100])
 
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS, TEXTS)
 def test_texts_and_attributes_come_out_as_they_went_in_but_harmless(text, title):
-    page = read(fragment("t", [element("p", "a", element("b", text, title=title), text, "c")]))
+    page = read(fragment("t", [template_environment().from_string(LINE).module.line(text, title)]))
     [(_, shown_title, bold)] = page.of("b")
     assert bold == harmless(text, keep="\n\t") and shown_title == harmless(title, keep="\n")
     assert page.of("p")[-1][2] == f"a{bold}{bold}c"
 
 
 def test_a_table_has_its_cells_in_their_columns():
-    page = read(fragment("t", [table(["name", "n"], [["<b>", "1"], [path_of(["a", "b"]), "2"]], numbers=[1])]))
+    page = read(fragment("t", [SHARED.table(["name", "n"], [["<b>", "1"], [["a", "b"], "2"]], [1])]))
     assert [(kinds, text) for kinds, _, text in page.of("td")] == [
         ([], "<b>"), (["number"], "1"), ([], "a › b"), (["number"], "2"),
     ]  # fmt: skip
@@ -30,12 +35,12 @@ def test_a_table_has_its_cells_in_their_columns():
 
 def test_long_names_and_long_paths_are_cut_and_say_so():
     assert clip("x" * 61, 60) == f"{'x' * 60}… (61 characters)" and clip("x" * 60, 60) == "x" * 60
-    page = read(fragment("t", [element("p", path_of([f"n{i}" for i in range(1000)]))]))
+    page = read(fragment("t", [SHARED.dim(SHARED.path([f"n{i}" for i in range(1000)]))]))
     assert page.of("p")[-1][2] == "n0 › n1 › n2 › n3 › … › n996 › n997 › n998 › n999"
 
 
 def test_no_page_is_larger_than_was_said_and_what_is_left_out_is_named():
-    parts = [element("p", "x" * size) for size in (100_000, 250_000, 100_000, 300_000, 10)]
+    parts = [f"<p>{'x' * size}</p>" for size in (100_000, 250_000, 100_000, 300_000, 10)]
     html = fragment("title" * 1000, parts)
     page = read(html)
     assert len(html.encode()) <= MAX_BYTES
@@ -43,7 +48,7 @@ def test_no_page_is_larger_than_was_said_and_what_is_left_out_is_named():
     assert lengths == [100_000, 100_000, 10]
     left_out = [text for _, _, text in page.of("p") if "left out" in text]
     assert [text[:23] for text in left_out] == ["A part of 250,007 bytes", "A part of 300,007 bytes"]
-    assert len(fragment("t", (element("p", "é" * 200_000) for _ in range(5000))).encode()) <= MAX_BYTES
+    assert len(fragment("t", (f"<p>{'é' * 200_000}</p>" for _ in range(5000))).encode()) <= MAX_BYTES
 
 
 def test_roots_have_colours_of_their_own_until_none_is_left():

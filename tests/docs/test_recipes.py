@@ -136,7 +136,7 @@ def test_a_deployment_file_asks_for_a_sink_where_the_recipe_says(tmp_path, monke
 
 def test_the_recipe_for_a_sink_names_every_door():
     doors = files_with(r"\b(JsonLinesSink|ParquetSink)\(") - {"monitor/delivery.py", "monitor/followers.py"}  # examples
-    assert {"cli/watch_rules.py", "ops/deployment/deployment.py"} <= doors <= named_by("sink")
+    assert {"cli/watch/rules.py", "ops/deployment/deployment.py"} <= doors <= named_by("sink")
     assert "`probemon/__init__.py`" in ADDED["sink"]
 
 

@@ -13,14 +13,14 @@ import typer
 
 from probemon.adapters.cli.bem_eval import Adapter
 from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, use_threads
-from probemon.cli.options import AsJson, Device, Dtype, Model, Threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
 
 
 def distil(
-    model: Model,
+    model: opt.Model,
     adapter: Adapter,
     data: Data,
     out: Annotated[Path, typer.Option(help="The LoRA's folder, in PEFT's format, that is not there yet.")],
@@ -34,10 +34,10 @@ def distil(
     lr: Annotated[float, typer.Option(help="With --steps: the highest learning rate.")] = 1e-2,
     batch: BatchRows = 8,
     most_tokens: MostTokens = 512,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    as_json: AsJson = False,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Make one static LoRA of ADAPTER, for hosts and servers that know nothing of routing. DATA is what it is used on.
 

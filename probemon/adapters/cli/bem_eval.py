@@ -11,23 +11,23 @@ from typing import Annotated
 import typer
 
 from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, as_dict, check_sizes, pad_of, read, say_measured
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, progress_bar, use_threads
-from probemon.cli.options import AsJson, Device, Dtype, Model, Threads
 from probemon.cli.terminal import answer
 
 Adapter = Annotated[Path, typer.Argument(metavar="ADAPTER", help="An adapter's folder.")]
 
 
 def evaluate(
-    model: Model,
+    model: opt.Model,
     adapter: Adapter,
     data: Data,
     batch: BatchRows = 8,
     most_tokens: MostTokens = 512,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    as_json: AsJson = False,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Measure ADAPTER on DATA beside the bare MODEL: losses, and an interval of their difference by document.
 

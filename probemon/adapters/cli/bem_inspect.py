@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from probemon.adapters.cli.bem_eval import Adapter
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, use_threads
-from probemon.cli.options import AsJson, Device, Dtype, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.host.text_tokens import ids_of
@@ -31,10 +31,10 @@ def inspect(
     adapter: Adapter,
     model: Annotated[str, typer.Option(help="Its host: a folder, a hub name or demo. Needed to see codes.")] = "",
     text: Annotated[str, typer.Option(help="A text, whose codes are shown token by token.")] = "",
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    as_json: AsJson = False,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Show what ADAPTER is: its settings, sites and trainable numbers; with --model and --text which words took which
     codes.
@@ -150,7 +150,7 @@ def _in_words(sites: dict[str, Any]) -> str:
 def _table(tokens: list[dict[str, Any]]) -> Any:
     from rich.text import Text
 
-    from probemon.cli.live_view import printable
+    from probemon.cli.watch.live_view import printable
 
     least = [min(token["code"][i] for token in tokens) for i in range(len(tokens[0]["code"]))]
     most = [max(token["code"][i] for token in tokens) for i in range(len(tokens[0]["code"]))]

@@ -19,8 +19,8 @@ import typer
 
 from probemon.adapters.cli.bem_inspect import size_of
 from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, as_dict, check_sizes, pad_of, read, say_measured
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, progress_bar, use_threads
-from probemon.cli.options import AsJson, Device, Dtype, Model, Threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import BemError, BemFileError, ConfigError, MissingExtra
 from probemon.util.files import write_text_atomically
@@ -36,7 +36,7 @@ _UNFINISHED, _RECORD = "unfinished.json", "training.json"
 
 
 def train(
-    model: Model,
+    model: opt.Model,
     data: Data,
     out: Annotated[Path, typer.Option(help="The adapter's folder. One with an unfinished training is gone on with.")],
     form: Annotated[
@@ -72,10 +72,10 @@ def train(
     ] = 20,
     patience: Annotated[int, typer.Option(help="Looks without a lower loss after which training stops.")] = 5,
     seed: Annotated[int, typer.Option(help="Of parameters, of the split and of the order of rows.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    as_json: AsJson = False,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Train a routed adapter on DATA, and measure it on documents that neither trained nor chose anything.
 

@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import chat_messages, check_generation, load_aloud, use_threads
-from probemon.cli.options import (
-    PROMPT,
-    Device,
-    Dtype,
-    JsonBesideView,
-    MaxNewTokens,
-    Model,
-    Plain,
-    Prompt,
-    Threads,
-)
 from probemon.cli.terminal import answer, terminal
 from probemon.errors import ConfigError
 from probemon.util.counted import counted
@@ -34,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def routing(
-    model: Model,
-    prompt: Prompt = PROMPT,
-    max_new_tokens: MaxNewTokens = 48,
+    model: opt.Model,
+    prompt: opt.Prompt = opt.PROMPT,
+    max_new_tokens: opt.MaxNewTokens = 48,
     bem: Annotated[
         Path | None, typer.Option(help="A BEM adapter to attach: the folder that its save_pretrained wrote.")
     ] = None,
@@ -48,11 +38,11 @@ def routing(
         typer.Option("--states", help="Follow the states of recurrent layers too: norm, growth, what is new in them."),
     ] = False,
     window: Annotated[int, typer.Option(help="Tokens of the smallest windows that alerts look at.")] = 256,
-    plain: Plain = False,
-    as_json: JsonBesideView = False,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
+    plain: opt.Plain = False,
+    as_json: opt.JsonBesideView = False,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
 ) -> None:
     """Generate from MODEL and show where its routers send each token (experts, X-LoRA, BEM codes), and how far back the
     states of its recurrent layers reach.

@@ -21,8 +21,8 @@ from probemon.adapters.routing.alerts import Alert
 from probemon.adapters.routing.decisions import BEM
 from probemon.adapters.routing.records import RoutingRecord
 from probemon.adapters.routing.recurrent.tally import Told
-from probemon.cli.live_view import printable
 from probemon.cli.terminal import harmless, plain_table
+from probemon.cli.watch.live_view import printable
 from probemon.tracking.align import PlacedTokens
 from probemon.util.counted import counted
 

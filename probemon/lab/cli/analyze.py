@@ -14,23 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import MODEL_FIRST, load_aloud, make_manager, progress_bar, use_threads
-from probemon.cli.options import (
-    AlertSet,
-    AsJson,
-    AuditRate,
-    Device,
-    Dtype,
-    IdField,
-    Model,
-    MorePacks,
-    Overlap,
-    Pack,
-    Strict,
-    TextField,
-    Threads,
-    WindowTokens,
-)
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.host.loading import check_is_no_pack
@@ -47,8 +32,8 @@ _SHOWN = 10
 
 
 def analyze(
-    model: Model,
-    pack: Pack,
+    model: opt.Model,
+    pack: opt.Pack,
     source: Annotated[
         str,
         typer.Argument(
@@ -62,7 +47,7 @@ def analyze(
             help="Where the analysis is written. An unfinished one of the same input and settings is continued."
         ),
     ],
-    more_packs: MorePacks = None,
+    more_packs: opt.MorePacks = None,
     floor: Annotated[
         str,
         typer.Option(
@@ -72,8 +57,8 @@ def analyze(
             )
         ),
     ] = "fired",
-    window: WindowTokens = 0,
-    overlap: Overlap = -1,
+    window: opt.WindowTokens = 0,
+    overlap: opt.Overlap = -1,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, with padding.")] = Reading.batch_tokens,
     special_tokens: Annotated[
         str, typer.Option(help="What stands before a text: bos, tokenizer (what it adds) or none.")
@@ -81,11 +66,11 @@ def analyze(
     parse_special: Annotated[
         bool, typer.Option("--parse-special", help="Read special tokens in the texts as such, not as characters.")
     ] = False,
-    text_field: TextField = "text",
-    id_field: IdField = "id",
+    text_field: opt.TextField = "text",
+    id_field: opt.IdField = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
-    alert_set: AlertSet = None,
-    audit_rate: AuditRate = 0.0,
+    alert_set: opt.AlertSet = None,
+    audit_rate: opt.AuditRate = 0.0,
     no_text: Annotated[
         bool, typer.Option("--no-text", help="Keep neither texts nor tokens (a report then shows none).")
     ] = False,
@@ -93,11 +78,11 @@ def analyze(
         int,
         typer.Option(help="Workers of a Ray cluster (or of this machine) to share the work; 0: this process alone."),
     ] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    strict: Strict = False,
-    as_json: AsJson = False,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    strict: opt.Strict = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Score every token of a corpus and write the concepts of PACK above the floor to OUT, in parquet.
 

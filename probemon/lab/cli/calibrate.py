@@ -15,18 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, make_manager, use_threads
-from probemon.cli.options import (
-    AsJson,
-    Device,
-    Dtype,
-    IdField,
-    Overlap,
-    Pack,
-    TextField,
-    Threads,
-    WindowTokens,
-)
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError, PackError
 from probemon.lab.cli.reading import window_of
@@ -48,7 +38,7 @@ _WIDTH = 160  # of a table that is read by a program or from a file: a cut numbe
 
 
 def calibrate(
-    pack: Pack,
+    pack: opt.Pack,
     benign: Annotated[
         str,
         typer.Option(
@@ -116,24 +106,24 @@ def calibrate(
             ),
         ),
     ] = False,
-    text_field: TextField = "text",
-    id_field: IdField = "id",
+    text_field: opt.TextField = "text",
+    id_field: opt.IdField = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is left out.")] = MAX_CHARS,
-    window: WindowTokens = 0,
-    overlap: Overlap = -1,
+    window: opt.WindowTokens = 0,
+    overlap: opt.Overlap = -1,
     model: Annotated[
         str | None, typer.Option(help="A model folder, a hub name, or 'demo'. Default: the pack's own host.")
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
     out: Annotated[
         Path | None,
         typer.Option(
             help="Where the calibrated pack is written: a folder that is not there yet. Default: PACK-calibrated."
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Set thresholds of PACK from documents, and write them to a new version of it.
 

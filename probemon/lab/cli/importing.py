@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import progress_bar
-from probemon.cli.options import OverwritePack
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
 from probemon.util.counted import counted
@@ -89,7 +89,7 @@ def hatcat(
     name: Name = None,
     licence: Licence = NOT_STATED,
     model: Model = None,
-    overwrite: OverwritePack = False,
+    overwrite: opt.OverwritePack = False,
     as_json: Json = False,
 ) -> None:
     """Import a lens or probe pack of HatCat: one state dict a concept, with or without its hierarchy."""
@@ -131,7 +131,7 @@ def _command_of_states(module: str, function: str) -> Callable[..., None]:
         name: Name = None,
         licence: Licence = NOT_STATED,
         model: Model = None,
-        overwrite: OverwritePack = False,
+        overwrite: opt.OverwritePack = False,
         as_json: Json = False,
     ) -> None:
         import_probes = getattr(import_module(f"probemon.lab.importers.{module}"), function)
@@ -165,7 +165,7 @@ def steerkit(
     bias: Annotated[bool, typer.Option(help="Whether the bias of the fit is added.")] = True,
     name: Name = None,
     licence: Licence = NOT_STATED,
-    overwrite: OverwritePack = False,
+    overwrite: opt.OverwritePack = False,
     as_json: Json = False,
 ) -> None:
     """Import probes of steerkit: a .safetensors file, or a folder of them. Layer and host are in the files."""
@@ -212,7 +212,7 @@ def saelens(
     name: Name = None,
     licence: Licence = NOT_STATED,
     model: Model = None,
-    overwrite: OverwritePack = False,
+    overwrite: opt.OverwritePack = False,
     as_json: Json = False,
 ) -> None:
     """Import features of a sparse autoencoder from the folder that SAELens saved. Each fires where it is active."""
@@ -245,7 +245,7 @@ def hallucination(
     name: Name = None,
     licence: Licence = NOT_STATED,
     model: Model = None,
-    overwrite: OverwritePack = False,
+    overwrite: opt.OverwritePack = False,
     as_json: Json = False,
 ) -> None:
     """Import a hallucination head from the folder with probe_config.json and probe_head.bin."""
@@ -279,7 +279,7 @@ def safetensors(
         str | None, typer.Option(help="none, layernorm or rmsnorm, whatever the mapping says.")
     ] = None,
     name: Name = None,
-    overwrite: OverwritePack = False,
+    overwrite: opt.OverwritePack = False,
     as_json: Json = False,
 ) -> None:
     """Import probes from any safetensors file, with a small mapping of yours."""

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from probemon.cli.options import AsJson
+from probemon.cli import options as opt
 from probemon.cli.terminal import answer, say
 from probemon.lab.corpora.report import MAX_PAIRS, TEXT_MEGABYTES, write_report
 
@@ -23,7 +23,7 @@ def report(
     ] = TEXT_MEGABYTES,
     max_pairs: Annotated[int, typer.Option(help="Documents listed by concept, all concepts together.")] = MAX_PAIRS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Write the analysis in DIR as one HTML file, to be opened in a browser; it loads nothing from anywhere."""
     from probemon.lab.corpora.analysis_folder import Analysis

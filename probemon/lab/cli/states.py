@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
-from probemon.cli.options import AsJson, ChatDate, Device, Dtype, Model, TextField, Threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
 from probemon.host.chat_dates import CHAT_DATE, parse_date
@@ -19,7 +19,7 @@ from probemon.util.counted import counted
 
 
 def states(
-    model: Model,
+    model: opt.Model,
     data: Annotated[
         list[str],
         typer.Argument(metavar="DATA", help="Texts, with labels or without: .jsonl, .csv, .tsv, .parquet or .yaml."),
@@ -51,13 +51,13 @@ def states(
     parquet: Annotated[
         bool, typer.Option("--parquet", help="Write states.parquet too: a row a token, with its characters and labels.")
     ] = False,
-    text_field: TextField = "text",
+    text_field: opt.TextField = "text",
     seed: Annotated[int, typer.Option(help="Draws the same tokens as any run with this number.")] = 0,
-    chat_date: ChatDate = CHAT_DATE,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    as_json: AsJson = False,
+    chat_date: opt.ChatDate = CHAT_DATE,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Write the hidden states of DATA in MODEL to files, token by token, with labels: for a trainer of your own."""
     from probemon.core.probes import check_sites_once, parse_site

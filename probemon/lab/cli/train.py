@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
-from probemon.cli.options import AsJson, ChatDate, Device, Dtype, Model, OverwritePack, TextField, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.host.chat_dates import CHAT_DATE
 from probemon.util.counted import counted
@@ -33,7 +33,7 @@ _CONTROLS = {"without_giveaways": "masked", "shuffled": "shuffled", "random_dire
 
 
 def train(
-    model: Model,
+    model: opt.Model,
     data: Annotated[
         list[str],
         typer.Argument(
@@ -110,24 +110,24 @@ def train(
             help="Learn nothing from text that is about nothing in particular (prose, code, lists, chats).",
         ),
     ] = False,
-    text_field: TextField = "text",
+    text_field: opt.TextField = "text",
     states: Annotated[
         Path | None,
         typer.Option(help="A folder for hidden states, which another run takes up. Default: in probemon's cache."),
     ] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Size of the hidden states on disk, in GB.")] = 4.0,
     seed: Annotated[int, typer.Option(help="The same examples, versions and seed give the same pack.")] = 0,
-    chat_date: ChatDate = CHAT_DATE,
+    chat_date: opt.ChatDate = CHAT_DATE,
     name: Annotated[str, typer.Option(help="Name of the pack; else that of its folder.")] = "",
     licence: Annotated[str, typer.Option(help="Licence of the pack, for its manifest.")] = "unstated",
     report: Annotated[
         Path | None, typer.Option(help="Where the report is written, an HTML page. Default: OUT.html.")
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    overwrite: OverwritePack = False,
-    as_json: AsJson = False,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    overwrite: opt.OverwritePack = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Train probes for the concepts of DATA on MODEL, and measure what they can be trusted with.
 

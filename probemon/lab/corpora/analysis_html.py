@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from xml.etree.ElementTree import Element
 
 import numpy as np
 
@@ -17,11 +16,11 @@ from probemon.core.scores import unlike
 from probemon.engine.audit import Audit
 from probemon.lab.corpora.analysis_folder import Analysis
 from probemon.lab.corpora.compare import Comparison, is_mute
-from probemon.lab.corpora.document_samples import Corpus
 from probemon.packs.strength import strength_or_score
-from probemon.util.harmless_text import clip
-from probemon.util.static_html import element, fragment, path_of, table
+from probemon.util.static_html import fragment
+from probemon.util.templates import macros
 
+_PAGE = "lab/corpora/analysis.html.j2"
 _MOST_CONCEPTS, _MOST_DIFFERING = 20, 20
 _COVERAGE = ("active", "not_reached", "dropped")  # of each token seen they make up all probes
 
@@ -36,38 +35,30 @@ def comparison_html(comparison: Comparison) -> str:
     return fragment("Comparison", _compared(comparison))
 
 
-def _parts(analysis: Analysis) -> Iterator[Element]:
-    identity, totals = analysis.manifest["identity"], analysis.manifest.get("totals")
-    pack, host = identity["pack"], identity["host"]
-    by = f", alert thresholds {clip(str(pack['alert_set']), 60)}" if pack.get("alert_set") else ""
-    watched = element("bdi", clip(str(host["model"]), 120))
-    yield element(
-        "p", "By ", element("bdi", clip(pack["name"], 120)), by, " on ", watched, f" ({clip(host['dtype'], 40)})"
-    )
+def _parts(analysis: Analysis) -> Iterator[str]:
+    page, identity, totals = macros(_PAGE), analysis.manifest["identity"], analysis.manifest.get("totals")
+    yield page.about(identity["pack"], identity["host"])
     if totals is None:
-        yield element("p", "It is not finished: the same call again goes on where it ended.")
+        yield page.unfinished()
         return
-    counts = f"{totals['documents']:,} documents, {totals['bad_documents']:,} of them not scored; "
-    counts += (
-        f"{totals['tokens']:,} tokens, {totals['unseen']:,} of them unseen; {totals['rows']:,} scores over the floor"
+    n_seen = totals["tokens"] - totals["unseen"]
+    audit = Audit.of_totals(totals["audit"]) if "audit" in totals else None
+    yield page.counts(
+        totals,
+        identity["floor"],
+        _shares(totals),
+        evaluated=totals["evaluated"] / max(1, n_seen),
+        audit=str(audit) if audit is not None and audit.n_tokens else "",
+        caution=unlike(totals.get("far", 0), n_seen),
     )
-    yield element("p", counts, f" ({clip(str(identity['floor']), 40)})")
-    yield _coverage(totals)
-    if caution := unlike(totals.get("far", 0), totals["tokens"] - totals["unseen"]):
-        yield element("p", f"Caution: {caution}.")
-    yield from _strongest(analysis)
+    yield _strongest(analysis)
 
 
-def _coverage(totals: dict[str, Any]) -> Element:
-    n_seen, n_pairs = totals["tokens"] - totals["unseen"], sum(totals[name] for name in _COVERAGE)
-    excluded = totals["excluded"]
+def _shares(totals: dict[str, Any]) -> str:
+    n_pairs, excluded = sum(totals[name] for name in _COVERAGE), totals["excluded"]
     counts = {**totals, "not_reached": totals["not_reached"] - excluded, "excluded": excluded}
     names = [*_COVERAGE, *(["excluded"] if excluded else [])]
-    shares = ", ".join(f"{counts[name] / max(1, n_pairs):.1%} {name.replace('_', ' ')}" for name in names)
-    evaluated = f"{totals['evaluated'] / max(1, n_seen):,.1f} probes evaluated a token"
-    audited = Audit.of_totals(totals["audit"]) if "audit" in totals else None
-    audit = f" Audit: {audited}." if audited is not None and audited.n_tokens else ""
-    return element("p", f"Coverage: of the probes, at the mean token, {shares}; {evaluated}.{audit}", kind="dim")
+    return ", ".join(f"{counts[name] / max(1, n_pairs):.1%} {name.replace('_', ' ')}" for name in names)
 
 
 def _most_below(concepts: dict[str, list[Any]], firing: list[int]) -> Ints:
@@ -84,14 +75,13 @@ def _most_below(concepts: dict[str, list[Any]], firing: list[int]) -> Ints:
     return most
 
 
-def _strongest(analysis: Analysis) -> Iterator[Element]:
-    concepts = analysis.concepts().to_pydict()
+def _strongest(analysis: Analysis) -> str:
+    page, concepts = macros(_PAGE), analysis.concepts().to_pydict()
     documents = np.asarray(concepts["n_documents"])
     highest, threshold = np.asarray(concepts["max_score"]), np.asarray(concepts["alert_threshold"], dtype=np.float64)
-    over, bare = np.flatnonzero(documents), np.isnan(threshold)
+    over, bare, n_excluded = np.flatnonzero(documents), np.isnan(threshold), concepts["watched"].count(False)
     if not len(over):
-        yield element("p", f"No concept was over the floor{_excluded(concepts['watched'].count(False))}.")
-        return
+        return page.none_over(n_excluded)
     strength = strength_or_score(highest, threshold)
     order = over[np.lexsort((over, -strength[over], bare[over]))]  # without a threshold there is a score only
     # A concept that fires in no more documents than one below it says nothing beside it.
@@ -99,7 +89,7 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     order = np.asarray([c for c in order if documents[c] > below[c]], dtype=np.int64)
     rows = [
         (
-            path_of(concepts["path"][c]),
+            concepts["path"][c],
             f"{documents[c]:,}",
             f"{concepts['n_tokens'][c]:,}",
             f"{highest[c]:.2f}",
@@ -107,66 +97,25 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
         )
         for c in order[:_MOST_CONCEPTS].tolist()
     ]
-    heads = ["concepts, the strongest first", "documents", "tokens", "highest score", "strength there"]
-    yield table(heads, rows, numbers=(1, 2, 3, 4))
-    n_excluded = concepts["watched"].count(False)
     never = np.asarray([is_mute(value) for value in concepts["alert_threshold"]])
     fired = analysis.manifest["identity"]["floor"] == "fired"
     n_mute = int(np.count_nonzero(never & np.asarray(concepts["watched"]))) if fired else 0
-    n_never = len(documents) - len(over) - n_excluded
-    left = (
-        f"{len(over) - len(rows):,} more were over the floor (those among them that are in no more documents than one"
-        f" below them), {n_never:,} never{_mute(n_mute)}{_excluded(n_excluded)}: analysis.concepts() has all."
-    )
-    yield element("p", left, kind="dim")
+    return page.strongest(rows, len(over) - len(rows), len(documents) - len(over) - n_excluded, n_mute, n_excluded)
 
 
-def _mute(n: int) -> str:
-    return f" ({n:,} of them cannot be: no alert threshold, or one of 1)" if n else ""
-
-
-def _excluded(n: int) -> str:
-    return f"; {n:,} were excluded, and nothing is known of them" if n else ""
-
-
-def _compared(comparison: Comparison) -> Iterator[Element]:
+def _compared(comparison: Comparison) -> Iterator[str]:
+    page = macros(_PAGE)
     for name, corpus in (("A", comparison.a), ("B", comparison.b)):
-        yield _corpus(name, corpus)
-        if caution := unlike(corpus.n_far, corpus.n_tokens):
-            yield element("p", f"Caution: in {name} {caution}.")
-    differing = comparison.differing
-    what = "tokens over the floor" if comparison.by == "share" else "documents whose maximum is over the floor"
-    yield element(
-        "p",
-        f"{len(differing):,} of {len(comparison.rows):,} concepts differ in their share of {what}, with a"
-        f" false-discovery rate of at most {comparison.fdr:g}; {comparison.n_never_over:,} were over it in neither"
-        f"{_mute(comparison.n_mute)}"
-        f"{_excluded(comparison.n_excluded)}.",
-    )
-    if not differing:
-        return
+        yield page.compared(name, corpus, unlike(corpus.n_far, corpus.n_tokens))
     rows = [
         (
-            path_of(row.path),
+            row.path,
             f"{row.mean_a:.3%}",
             f"{row.mean_b:.3%}",
             f"{row.difference:+.3%} ({row.difference_low:+.3%} to {row.difference_high:+.3%})",
             f"{row.cliffs_delta:+.2f}",
             f"{row.q:.2g}",
         )
-        for row in differing[:_MOST_DIFFERING]
+        for row in comparison.differing[:_MOST_DIFFERING]
     ]
-    interval = f"B minus A ({comparison.confidence:.0%} interval)"
-    yield table(["concept", "A", "B", interval, "Cliff's delta", "q"], rows, numbers=range(1, 6))
-    if len(differing) > len(rows):
-        yield element("p", f"{len(differing) - len(rows):,} more differ: comparison.differing has all.", kind="dim")
-
-
-def _corpus(name: str, corpus: Corpus) -> Element:
-    left_out = corpus.n_bad + corpus.n_unseen
-    return element(
-        "p",
-        f"{name}: ",
-        element("bdi", clip(corpus.directory, 200)),
-        f", {corpus.n_documents:,} documents compared, {left_out:,} left out; {corpus.n_tokens:,} seen tokens",
-    )
+    yield page.differing(comparison, rows)

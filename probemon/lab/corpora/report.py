@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from probemon.lab.corpora.one_script import one_script
 from probemon.lab.corpora.report_data import ReportData, millionths
 from probemon.util.checks import check_count, check_number
 from probemon.util.files import replace_file
+from probemon.util.templates import template_environment
 
 TEXT_MEGABYTES, MAX_PAIRS = 16.0, 1_000_000
 
@@ -88,11 +88,8 @@ def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
         resources.files("probemon.lab.corpora") / "report_page",
         resources.files("probemon.util") / "page_code",
     )
-    page, colours, style = (
-        file.read_text(encoding="utf-8")
-        for file in (folder / "page.html", shared / "colours.css", folder / "style.css")
-    )
-    style, script = f"{colours}\n{style}", one_script(folder / "page.js", shared)
+    style = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "colours.css", folder / "style.css"))
+    script = one_script(folder / "page.js", shared)
     # Not 'unsafe-inline': only this script and style run, even where something got past the escaping.
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action"
@@ -100,15 +97,17 @@ def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
     )
     json_blocks = [f'<script type="application/json" id="data">{embed(data)}</script>']
     json_blocks += [f'<script type="application/json" id="document-{d}">{blocks[d]}</script>' for d in sorted(blocks)]
-    parts = {
-        "policy": policy,
-        "title": html.escape(f"{data['title']} ({data['pack']})"),
-        "style": style,
-        "script": script,
-        "data": "\n".join(json_blocks),
-    }
-    # In one pass: a part may itself hold what looks like a placeholder.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+    return (
+        template_environment()
+        .get_template("lab/corpora/report_page/page.html.j2")
+        .render(
+            policy=policy,
+            title=f"{data['title']} ({data['pack']})",
+            style=style,
+            script=script,
+            data="\n".join(json_blocks),
+        )
+    )
 
 
 def _digest(text: str) -> str:

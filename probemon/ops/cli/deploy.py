@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.options import AsJson
+from probemon.cli import options as opt
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.ops.cli.deployments import open_deployment
 from probemon.util.counted import counted
@@ -33,7 +33,7 @@ def callback() -> None:
 @deploy.command()
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Deployment, YAML or JSON.")],
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Check FILE without loading a model: keys, packs and their hashes, concepts, thresholds; and what it will cost.
 

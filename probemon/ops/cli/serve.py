@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, make_manager, pack_for, use_threads
-from probemon.cli.options import AlertSet, DeploymentFile, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
 from probemon.ops.cli.deployments import open_deployment
@@ -45,9 +45,9 @@ DrainSeconds = Annotated[
 
 
 def serve(
-    model: Model,
-    pack: PackOfModel = None,
-    more_packs: MorePacks = None,
+    model: opt.Model,
+    pack: opt.PackOfModel = None,
+    more_packs: opt.MorePacks = None,
     host: Host = "127.0.0.1",
     port: Port = 8321,
     no_token: NoToken = False,
@@ -57,12 +57,12 @@ def serve(
     at_once: AtOnce = 2,
     queue: Queue = 32,
     drain_seconds: DrainSeconds = 30,
-    alert_set: AlertSet = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    strict: Strict = False,
-    deployment: DeploymentFile = None,
+    alert_set: opt.AlertSet = None,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    strict: opt.Strict = False,
+    deployment: opt.DeploymentFile = None,
 ) -> None:
     """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from probemon.cli.options import AsJson
+from probemon.cli import options as opt
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
 from probemon.ops.cli.serve import AllowHost, AllowRemote, Host, NoToken
@@ -91,7 +91,7 @@ def serve(
 
 
 @vllm.command()
-def check(deployment: File, as_json: AsJson = False) -> None:
+def check(deployment: File, as_json: opt.AsJson = False) -> None:
     """Check that FILE can be watched inside the vLLM that is installed here, without starting it."""
     from probemon.ops.vllm.client import VllmClient
     from probemon.ops.vllm.installed import check_vllm

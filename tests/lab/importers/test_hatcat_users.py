@@ -21,7 +21,7 @@ from conftest import HIDDEN, make_model, make_pack
 from hatcat_packs import modules
 from probemon import DynamicProbeManager
 from probemon.cli import app as cli
-from probemon.cli.live_view import LiveView, PlainView, summary
+from probemon.cli.watch.live_view import LiveView, PlainView, summary
 from probemon.errors import ConfigError, ImportRefused
 from probemon.lab.importers.hatcat import import_pack
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, pack_for, use_threads
-from probemon.cli.options import AlertSet, AsJson, Device, Dtype, Model, MorePacks, PackOfModel, Strict, Threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 def doctor(
-    model: Model,
-    pack: PackOfModel = None,
-    more_packs: MorePacks = None,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    threads: Threads = 0,
-    alert_set: AlertSet = None,
-    strict: Strict = False,
+    model: opt.Model,
+    pack: opt.PackOfModel = None,
+    more_packs: opt.MorePacks = None,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype = "auto",
+    threads: opt.Threads = 0,
+    alert_set: opt.AlertSet = None,
+    strict: opt.Strict = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure what settings cost and find, and what watching adds.")
     ] = False,
@@ -38,7 +38,7 @@ def doctor(
         Path | None,
         typer.Option("--text", metavar="FILE", help="With --measure: documents, the first of which is read."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Check that MODEL can be watched by PACK here: versions, device, pack, model, whether they fit, the kernel, and a
     short generation whose scores are compared with those of an unwatched one. Says what is wrong, and what to do.
@@ -50,7 +50,7 @@ def doctor(
     """
     packs = [pack_for(model, pack), *(more_packs or ())]
     use_threads(threads)
-    from probemon.cli.examination import Examination
+    from probemon.cli.doctor.examination import Examination
     from probemon.errors import ConfigError
     from probemon.host.loading import check_dtype
 
@@ -58,7 +58,7 @@ def doctor(
     if text is not None and not measure:
         raise ConfigError("--text is for --measure: add it")
     if text is not None:
-        from probemon.cli.measured_settings import check_text
+        from probemon.cli.doctor.measured_settings import check_text
 
         check_text(text)  # before a model is loaded
     examination = Examination(model, packs, device=device, dtype=dtype, alert_set=alert_set, strict=strict)
@@ -67,7 +67,7 @@ def doctor(
     if not as_json:
         _show(health)
     if measure and health.ok and examination.pack is not None:
-        from probemon.cli.measured_settings import MeasuredSettings
+        from probemon.cli.doctor.measured_settings import MeasuredSettings
 
         measured = MeasuredSettings.on(examination.host, examination.tokenizer, examination.pack, device, text)
         if not as_json:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli import options as opt
 from probemon.cli.common import (
     chat_messages,
     check_beside_file,
@@ -24,33 +25,6 @@ from probemon.cli.common import (
     sampling_arguments,
     use_threads,
 )
-from probemon.cli.options import (
-    PROMPT,
-    AlertSet,
-    AuditRate,
-    DeploymentFile,
-    Device,
-    Dtype,
-    JsonBesideView,
-    MaxNewTokens,
-    MinStrength,
-    Model,
-    MorePacks,
-    OnlyConcepts,
-    PackOfModel,
-    Plain,
-    Prompt,
-    Sample,
-    ScoresOut,
-    Seed,
-    StopAggregate,
-    StopOn,
-    Strict,
-    System,
-    Temperature,
-    Threads,
-    TopP,
-)
 from probemon.cli.registry import followers_of_view
 from probemon.cli.signals import on_interrupt
 from probemon.cli.terminal import answer, terminal
@@ -58,7 +32,13 @@ from probemon.util.counted import counted
 from probemon.util.harmless_text import clip
 
 if TYPE_CHECKING:
-    from probemon.cli.watch_rules import Watching
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from probemon.cli.watch.live_view import LiveView, PlainView
+    from probemon.cli.watch.rules import Watching
+    from probemon.core.aggregate import Doubles
     from probemon.manager import DynamicProbeManager
     from probemon.monitor.overhead import Overhead
 
@@ -66,33 +46,33 @@ _PROMPT_SHOWN = 200  # characters
 
 
 def watch(
-    model: Model,
-    pack: PackOfModel = None,
-    more_packs: MorePacks = None,
-    prompt: Prompt = PROMPT,
-    system: System = None,
-    max_new_tokens: MaxNewTokens = 48,
-    sample: Sample = False,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
-    concept: OnlyConcepts = None,
-    min_strength: MinStrength = 0.0,
-    stop_on: StopOn = None,
-    aggregate: StopAggregate = "none",
-    out: ScoresOut = None,
-    plain: Plain = False,
-    as_json: JsonBesideView = False,
-    alert_set: AlertSet = None,
-    audit_rate: AuditRate = 0.0,
+    model: opt.Model,
+    pack: opt.PackOfModel = None,
+    more_packs: opt.MorePacks = None,
+    prompt: opt.Prompt = opt.PROMPT,
+    system: opt.System = None,
+    max_new_tokens: opt.MaxNewTokens = 48,
+    sample: opt.Sample = False,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = None,
+    concept: opt.OnlyConcepts = None,
+    min_strength: opt.MinStrength = 0.0,
+    stop_on: opt.StopOn = None,
+    aggregate: opt.StopAggregate = "none",
+    out: opt.ScoresOut = None,
+    plain: opt.Plain = False,
+    as_json: opt.JsonBesideView = False,
+    alert_set: opt.AlertSet = None,
+    audit_rate: opt.AuditRate = 0.0,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, step by step.")
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    strict: Strict = False,
-    deployment: DeploymentFile = None,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    strict: opt.Strict = False,
+    deployment: opt.DeploymentFile = None,
 ) -> None:
     """Generate from MODEL and show the concepts of PACK token by token; with --pack those of several packs at once.
 
@@ -102,41 +82,32 @@ def watch(
     """
     check_generation(prompt, max_new_tokens)
     sampling = sampling_arguments(sample, temperature, top_p, seed)
-    from probemon.cli.watch_rules import Watching, check_watched, scores_sink, shown_above, stop_rules
+    from probemon.cli.watch.rules import Watching, check_watched, scores_sink, shown_above, stop_rules
     from probemon.engine.kernels import check_device
-    from probemon.packs.group import open_packs
 
     check_device(device)
     use_threads(threads)
     # First: it takes milliseconds, the model seconds.
     if deployment is not None:
-        from probemon.manager import DynamicProbeManager
-
         check_beside_file(pack or more_packs, alert_set, audit_rate)
-        manager = DynamicProbeManager.from_deployment(deployment, device=device)
-        opened = manager.pack
+        manager = _deployed(deployment, device)
     else:
-        opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
-        manager = make_manager(opened, device=device, audit_rate=audit_rate)
+        packs = [pack_for(model, pack), *(more_packs or ())]
+        manager = _managing(packs, alert_set, device=device, audit_rate=audit_rate)
+    opened = manager.pack
     above = shown_above(opened, concept or (), min_strength)
     watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
     check_watched(manager, concept or ())
     host, tokenizer = load_aloud(model, device, dtype)
-    from probemon.cli.live_view import LiveView, PlainView, summary
-    from probemon.cli.watch_answer import Watched
+    from probemon.cli.watch.answer import Watched
+    from probemon.cli.watch.live_view import summary
     from probemon.host.compatibility import check_readable
     from probemon.host.model import unwrap
 
-    check_readable(manager.pack, unwrap(host), strict=strict)  # before the view says that it is watched
+    check_readable(opened, unwrap(host), strict=strict)  # before the view says that it is watched
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(host, tokenizer, messages)
-    title, result = f"{model} watched by {opened.name}", None
-    view: PlainView | LiveView
-    if plain or not console.is_terminal:
-        view = PlainView(console, above=above)
-        console.print(f"{title}: {counted(opened.n_probes, 'probe')}; prompt: {clip(prompt, _PROMPT_SHOWN)}")
-    else:
-        view = LiveView(console, title=title, above=above)
+    view, result = _view(console, f"{model} watched by {opened.name}", opened.n_probes, prompt, plain, above), None
     _seed(seed)
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
     generate["followers"] = followers_of_view(host)
@@ -152,6 +123,30 @@ def watch(
         answer(watched.as_dict(prompt=prompt, system=system, seed=seed))
     if watching.interrupted:
         raise typer.Exit(130)
+
+
+def _deployed(file: Path, device: str) -> DynamicProbeManager:
+    from probemon.manager import DynamicProbeManager
+
+    return DynamicProbeManager.from_deployment(file, device=device)
+
+
+def _managing(packs: list[str], alert_set: str | None, **settings: Any) -> DynamicProbeManager:
+    from probemon.packs.group import open_packs
+
+    return make_manager(open_packs(packs, alert_set), **settings)
+
+
+def _view(
+    console: Console, title: str, n_probes: int, prompt: str, plain: bool, above: Doubles | None
+) -> PlainView | LiveView:
+    """Return the live view, or below a line of its own the plain one, as asked for or where there is no terminal."""
+    from probemon.cli.watch.live_view import LiveView, PlainView
+
+    if console.is_terminal and not plain:
+        return LiveView(console, title=title, above=above)
+    console.print(f"{title}: {counted(n_probes, 'probe')}; prompt: {clip(prompt, _PROMPT_SHOWN)}")
+    return PlainView(console, above=above)
 
 
 def _seed(seed: int | None) -> None:

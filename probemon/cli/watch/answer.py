@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from probemon.cli.live_view import printable
-from probemon.cli.watch_rules import Watching
+from probemon.cli.watch.live_view import printable
+from probemon.cli.watch.rules import Watching
 from probemon.core.aggregate import Doubles, Each, Max
 from probemon.core.baselines import is_of_traffic
 from probemon.manager import DynamicProbeManager

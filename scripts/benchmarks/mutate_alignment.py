@@ -163,7 +163,7 @@ MUTATIONS = [
     ),
     (
         "tracking/watcher.py",
-        '"decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"',
+        '"decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"',
         '"attention_mask"',
         "a decoder's padding is read from the encoder's mask",
     ),

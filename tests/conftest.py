@@ -20,15 +20,22 @@ OLDEST = transformers.__version__.startswith("5.0.")
 
 
 LONG = (
-    "test_triton",
-    "test_attach",
-    "test_corpus",
-    "test_processes",
-    "test_benchmark",
-    "test_actions",
+    "test_pages",
     "test_distributed",
     "test_compatibility",
+    "test_attach",
+    "test_benchmark",
+    "test_corpus",
+    "test_train",
+    "test_processes",
+    "test_actions",
+    "test_triton",
+    "test_locked_down_start",
+    "test_bem_learning",
+    "test_bem_commands",
+    "test_fuzz",
     "test_quiet",
+    "test_abilities",
 )
 
 

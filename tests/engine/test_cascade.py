@@ -86,7 +86,7 @@ def plan_of(tree, path, alert, config, always_on, watched):
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_cascade_equals_oracle_over_two_steps(case):
     tree, path, alert, config, always_on, first, second, part = case
@@ -120,7 +120,7 @@ def test_cascade_equals_oracle_over_two_steps(case):
         retained = kept
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_exact_finds_every_firing_probe(case):
     tree, _, alert, config, _, own, _, part = case

@@ -84,7 +84,7 @@ def test_views_that_are_kept_are_those_of_the_weights_as_they_are_now(dtype):
     assert len(numba_cpu._kept) < n_kept
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_compiled_descent_is_that_of_the_cascade(case):
     """Scores with many ties: a linear probe's weight is its logit for each of the one-hot states."""

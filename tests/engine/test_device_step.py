@@ -40,18 +40,21 @@ def steps_of(manager):
     return steps
 
 
+ONE, TWO = ("resid_post.1",), ("resid_post.0", "resid_post.2")
+
+
 @pytest.mark.parametrize(
-    "settings",
+    "sites, settings",
     [
-        {},
-        {"keep_top_k": 3},
-        {"keep_top_k": 0},
-        {"aggressive_pruning": False},
-        {"max_loaded_probes": 7, "load_threshold": 0.1},
+        (ONE, {"keep_top_k": 3}),
+        (ONE, {"aggressive_pruning": False}),
+        (ONE, {"max_loaded_probes": 7, "load_threshold": 0.1}),
+        (TWO, {}),
+        (TWO, {"keep_top_k": 0}),
+        (TWO, {"max_loaded_probes": 7, "load_threshold": 0.1}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sites", [("resid_post.1",), ("resid_post.0", "resid_post.2")], ids=len)
 def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model, tmp_path, sites, settings):
     mixed = len(sites) == 2 and "max_loaded_probes" not in settings
     pack = make_pack(tmp_path / "pack", model, sites=sites, n=12, mixed_levels=mixed)

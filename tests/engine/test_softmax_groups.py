@@ -280,7 +280,7 @@ def close_groups(tree, probes):
     return {int(mate) for probe in probes for mate in tree.groups.mates(probe)}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(grouped_cases())
 def test_the_descent_is_that_of_the_words(case):
     """Two turns, the second from what the first retained; by the rounds, and by the rule over all scores."""
@@ -311,7 +311,7 @@ def test_the_descent_is_that_of_the_words(case):
         retained = kept
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(grouped_cases())
 def test_the_compiled_descent_is_that_of_the_cascade(case):
     pytest.importorskip("probemon.engine.ways.compiled")

@@ -35,7 +35,7 @@ LIMITS = {80: 163 << 10, 90: 227 << 10}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize(
     "shape, d",
-    [((), 1), ((), 300), ((3,), 37), ((16,), 300), ((40,), 37), ((16, 5), 37), ((40, 20), 300), ((33, 1), 1)],
+    [((), 1), ((), 300), ((3,), 37), ((16,), 300), ((40,), 37), ((16, 5), 37), ((40, 20), 37), ((33, 1), 1)],
     ids=str,
 )
 def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d, dtype):

@@ -10,7 +10,7 @@ from fuzzing.command_lines import Case, draw
 from fuzzing.command_runs import TABLE, Runs, judge
 from probemon.cli import app as cli
 
-N_CASES = 80
+N_CASES = 40
 
 
 @pytest.fixture(scope="module")

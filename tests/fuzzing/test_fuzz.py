@@ -36,7 +36,8 @@ from probemon.packs.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read
 from probemon.util.files import sha256
 
 RESULT = Path(__file__).parents[2] / "docs" / "benchmarks" / "fuzz.json"
-EXAMPLES = {"manifest": 300, "concepts": 200, "tensors": 300, "pack": 300, "torch": 300, "opened": 30, "used": 20}
+# A sample: scripts/benchmarks/fuzz.py runs as many as are wanted (docs/benchmarks/fuzz.json: what was run).
+EXAMPLES = {"manifest": 100, "concepts": 60, "tensors": 100, "pack": 100, "torch": 100, "opened": 12, "used": 8}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_broken_input_ends_in_a_typed_error_or_a_correct_pack(room, target):
     valid = room.seeds(target)
 
     @settings(
-        max_examples=EXAMPLES.get(target, 60),
+        max_examples=EXAMPLES.get(target, 20),
         derandomize=True,
         deadline=None,
         database=None,
@@ -64,7 +65,7 @@ def test_broken_input_ends_in_a_typed_error_or_a_correct_pack(room, target):
     check()
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(["manifest", "hierarchy", "probekit"]),
     keys=st.lists(st.text(), max_size=3),
@@ -85,7 +86,7 @@ def test_any_value_in_any_place_of_json_is_a_typed_error_or_correct(room, name, 
     assert verdict.trouble is None, verdict
 
 
-@settings(max_examples=250, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200), st.sampled_from(["manifest", "concepts", "tensors", "torch"]), st.booleans())
 def test_any_bytes_are_a_typed_error_or_correct(room, data, name, in_pickle):
     tree = dict(room.seeds(name)[0])

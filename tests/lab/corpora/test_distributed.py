@@ -1,6 +1,5 @@
 """Two workers of a real Ray cluster on this machine give the rows that one process gives."""
 
-import dataclasses
 import functools
 import os
 import time
@@ -23,9 +22,9 @@ ray = pytest.importorskip("ray")
 READING = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
 
 
-def load(in_training=False, seed=0):
+def load(seed=0):
     """In the worker, which knows nothing of the tests: a model on a file would be loaded by its name."""
-    return make_model(seed=seed).train(in_training), make_tokenizer()
+    return make_model(seed=seed), make_tokenizer()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,16 +70,16 @@ def job(pack, out, **changes):
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_two_workers_give_the_rows_of_one_process(pack, tmp_path, small_shards):
-    texts = random_texts(60)
+    """In the order of the dataset, though its first blocks are ready last, as a step of the user's own may have it."""
+
+    def late_at_first(row):
+        time.sleep(0.2 if row["id"] < "d2" else 0)
+        return row
+
+    rows = [{"text": text, "id": f"d{i:02}"} for i, text in enumerate(random_texts(60))]
     manager = DynamicProbeManager(pack, keep_top_k=5, impl="cpu", audit_rate=0.2)
-    local = analyze(
-        manager,
-        *load(),
-        [{"text": text, "id": f"d{i}"} for i, text in enumerate(texts)],
-        tmp_path / "local",
-        reading=READING,
-    )
-    ds = ray.data.from_items([{"text": text, "id": f"d{i}"} for i, text in enumerate(texts)])
+    local = analyze(manager, *load(), rows, tmp_path / "local", reading=READING)
+    ds = ray.data.from_items(rows, override_num_blocks=10).map(late_at_first)
     told = []
     out = tmp_path / "ray"
     strategy = local.manifest["identity"]["kernel"]["strategy"]
@@ -90,59 +89,31 @@ def test_two_workers_give_the_rows_of_one_process(pack, tmp_path, small_shards):
     assert sum(n for n, _ in told) == 60 and sum(n for _, n in told) == local.manifest["totals"]["tokens"]
     assert not (out / ".spool").exists()
     with pytest.raises(ConfigError, match="resume=True"):
-        analyze_dataset(ds, job(pack, out))
+        analyze_dataset(rows, job(pack, out))
     (out / "shards" / "00003.json").unlink()  # as if it had been interrupted there
-    again = analyze_dataset(ds, job(pack, out, settings=settings), resume=True)
+    again = analyze_dataset(rows, job(pack, out, settings=settings), concurrency=1, resume=True)
     assert tables(again) == tables(local)
-    with pytest.raises(ConfigError, match=r"document 0 \(id '0'\) has taken the place of 'd0'"):
-        analyze_dataset(["other", *texts[1:]], job(pack, out, settings=settings), resume=True)
+    with pytest.raises(ConfigError, match=r"document 0 \(id '0'\) has taken the place of 'd00'"):
+        analyze_dataset(["other", *rows[1:]], job(pack, out, settings=settings), resume=True)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_finished_analysis_of_another_job_is_refused(model, pack, tmp_path):
-    """No shard is missing, so nothing is left to score; what the folder holds is compared all the same."""
+def test_a_finished_analysis_of_another_job_is_refused(pack, tmp_path):
+    """No shard is missing, so nothing is left to score; what the folder holds is compared all the same, and what the
+    worker raises is raised here.
+    """
     out = tmp_path / "out"
-    made = analyze_dataset(["abc", "cab"], job(pack, out), concurrency=1)
-    before = tables(made)
-    others = {
-        r"host\.weights was": {"load": functools.partial(load, seed=5)},
-        r"kernel\.impl was 'cpu', now 'reference'": {
-            "settings": {"keep_top_k": 5, "impl": "reference", "audit_rate": 0.2}
-        },
-    }
-    for differs, changes in others.items():
-        with pytest.raises(ConfigError, match=f"made otherwise.*{differs}"):
-            analyze_dataset(["abc", "cab"], dataclasses.replace(job(pack, out), **changes), concurrency=1, resume=True)
-    assert tables(analyze_dataset(["abc", "cab"], job(pack, out), concurrency=1, resume=True)) == before
-
-
-def late_at_first(row):
-    """As a step of the user's own may be, so that later blocks are ready before earlier ones."""
-    time.sleep(0.05 if row["at"] < 20 else 0)
-    return row
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_dataset_is_read_in_the_order_of_its_rows(pack, tmp_path):
-    rows = [{"text": f"abc {i}", "at": i} for i in range(100)]
-    ds = ray.data.from_items(rows, override_num_blocks=10).map(late_at_first)
-    found = analyze_dataset(ds, job(pack, tmp_path / "out"), concurrency=1).documents(["doc_id", "text"]).to_pylist()
-    assert found == [{"doc_id": str(i), "text": row["text"]} for i, row in enumerate(rows)]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_a_worker_raises_is_raised_here(pack, tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.eval"):
-        analyze_dataset(["abc"], job(pack, tmp_path / "out", load=functools.partial(load, True)), concurrency=1)
-    with pytest.raises(ConfigError, match="concurrency"):
-        analyze_dataset(["abc"], job(pack, tmp_path / "out"), concurrency=0)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_empty_corpus_is_an_analysis_of_nothing(pack, tmp_path):
-    found = analyze_dataset([], job(pack, tmp_path / "out"), concurrency=1)
+    found = analyze_dataset([], job(pack, out), concurrency=1)
     assert (
         found.complete
         and found.manifest["totals"]["documents"] == 0
         and torch.get_num_threads() == found.manifest["environment"]["threads"]
     )
+    settings = {"keep_top_k": 5, "impl": "reference", "audit_rate": 0.2}
+    other = job(pack, out, load=functools.partial(load, seed=5), settings=settings)
+    with pytest.raises(ConfigError, match="made otherwise") as refused:
+        analyze_dataset([], other, concurrency=1, resume=True)
+    assert "host.weights was" in str(refused.value)
+    assert "kernel.impl was 'cpu', now 'reference'" in str(refused.value)
+    with pytest.raises(ConfigError, match="concurrency"):
+        analyze_dataset([], job(pack, tmp_path / "none"), concurrency=0)

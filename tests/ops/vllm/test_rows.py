@@ -47,7 +47,7 @@ def followed(schedule):
     return engine, placed_at, ended, order
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SCHEDULES)
 def test_every_row_is_the_token_that_a_plain_dictionary_says(schedule):
     engine, placed_at, _, order = followed(schedule)
@@ -70,7 +70,7 @@ def test_every_row_is_the_token_that_a_plain_dictionary_says(schedule):
         assert columns == list(range(request.n_cached, request.n_cached + len(columns)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SCHEDULES)
 def test_cached_tokens_are_counted_one_by_one(schedule):
     engine, _, ended, _ = followed(schedule)

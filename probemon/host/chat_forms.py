@@ -27,7 +27,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Form:
+class ChatForm:
     """How messages are given.
 
     - `parts`: contents as lists of one text part.
@@ -62,7 +62,7 @@ class Form:
         return given
 
 
-def forms(messages: Messages, source: str) -> Iterator[Form]:
+def forms(messages: Messages, source: str) -> Iterator[ChatForm]:
     """Yield the forms that normalised messages may be given in, the likeliest first; `source` is the template's."""
     is_empty = any(message.get("role") == "assistant" and message["content"] == "" for message in messages)
     has_objects = any(_is_object(arguments) for _, _, arguments in calls_of(messages))
@@ -74,7 +74,7 @@ def forms(messages: Messages, source: str) -> Iterator[Form]:
         ("", "absent", "null") if is_empty else ("",),
         (True, False)[: 1 + has_objects],
     )
-    return (Form(*axis) for axis in product(*axes))
+    return (ChatForm(*axis) for axis in product(*axes))
 
 
 def normalised(messages: Any) -> list[dict[str, Any]]:
@@ -227,7 +227,7 @@ def probed(messages: Messages) -> list[dict[str, Any]]:
     return with_arguments(messages, probe)
 
 
-def wrong_arguments(text: str, messages: Messages, form: Form) -> tuple[int, str, str] | None:
+def wrong_arguments(text: str, messages: Messages, form: ChatForm) -> tuple[int, str, str] | None:
     """Return the first call whose arguments the text of `probed` messages does not have as they are: the message, the
     part of it, and what is wrong.
     """

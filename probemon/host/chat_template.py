@@ -22,7 +22,7 @@ from typing import Any
 from probemon.errors import ChatRefused
 from probemon.host.chat_dates import date_parts, may_read_date, parse_date, with_stated_date
 from probemon.host.chat_forms import (
-    Form,
+    ChatForm,
     Messages,
     as_object,
     calls_of,
@@ -45,7 +45,7 @@ class Chat:
 
     text: str
     said: Messages = field(repr=False)  # normalised
-    form: Form
+    form: ChatForm
     _template: _Template = field(repr=False)
     _prompting: bool = field(repr=False)
 
@@ -150,7 +150,7 @@ class _Template:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=prompting, **how)
 
 
-def _text(template: _Template, form: Form, said: Messages, prompting: bool) -> str:
+def _text(template: _Template, form: ChatForm, said: Messages, prompting: bool) -> str:
     """Return the text of a chat in a form. Raises `ChatRefused` where the template does."""
 
     def write(messages: Messages) -> str:
@@ -162,7 +162,7 @@ def _text(template: _Template, form: Form, said: Messages, prompting: bool) -> s
         raise _refused(write, said, error) from error
 
 
-def _check(template: _Template, form: Form, said: Messages, prompting: bool, text: str) -> None:
+def _check(template: _Template, form: ChatForm, said: Messages, prompting: bool, text: str) -> None:
     """Raise `ChatRefused` where the text of a chat in a form is not what was said."""
 
     def write(messages: Messages) -> str:
@@ -214,7 +214,7 @@ def _renders(write: Callable[[Messages], str], messages: Messages) -> bool:
     return True
 
 
-def _check_arguments(write: Callable[[Messages], str], said: Messages, form: Form) -> None:
+def _check_arguments(write: Callable[[Messages], str], said: Messages, form: ChatForm) -> None:
     """Raise `ChatRefused` for arguments of tool calls that the template does not write as they are: others in their
     places would be.
     """

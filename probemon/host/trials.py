@@ -31,7 +31,7 @@ BLOCKS = ("attn_out", "mlp_out")
 
 
 @dataclass(frozen=True)
-class Way:
+class TriedWay:
     """One way of running a host: its name, what a host that fails it cannot do, what to do instead, options."""
 
     name: str
@@ -40,7 +40,7 @@ class Way:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def _forward_ways() -> dict[str, Way]:
+def _forward_ways() -> dict[str, TriedWay]:
     """Plain forwards with a mask, with padding, without position_ids."""
     kinds = {
         "whole": ("a plain forward", "of one length, or row by row"),
@@ -60,7 +60,7 @@ def _forward_ways() -> dict[str, Way]:
                 if (mask, without) == ("", "") or (kind == "whole" and mask not in (", padded", ", gapped")):
                     continue
                 remedies = [*(["Give position_ids"] if without else []), *([mask_remedy] if mask_remedy else [])]
-                ways[f"{kind}{mask}{without}"] = Way(
+                ways[f"{kind}{mask}{without}"] = TriedWay(
                     f"{name}{mask_name}{' without position_ids' if without else ''}",
                     "count the tokens before" if without and mask in ("", ", masked") else cannot,
                     ", or ".join([*remedies, f"{'pass' if remedies else 'Pass'} them {instead}"]),
@@ -69,80 +69,80 @@ def _forward_ways() -> dict[str, Way]:
 
 
 WAYS = {
-    "no cache": Way("generate() without a cache", "answer as in one forward", "", (("use_cache", False),)),
-    "steps": Way("generate() with a cache", "go on from its own state", "use_cache=False"),
-    "padded": Way("a left-padded batch", "leave padding out", "Generate for rows of one length, or one by one"),
-    "padded, no cache": Way(
+    "no cache": TriedWay("generate() without a cache", "answer as in one forward", "", (("use_cache", False),)),
+    "steps": TriedWay("generate() with a cache", "go on from its own state", "use_cache=False"),
+    "padded": TriedWay("a left-padded batch", "leave padding out", "Generate for rows of one length, or one by one"),
+    "padded, no cache": TriedWay(
         "a left-padded batch",
         "leave padding out",
         "Generate for rows of one length, or one by one",
         (("use_cache", False),),
     ),
-    "gap": Way(
+    "gap": TriedWay(
         "a batch with masked columns between a row's tokens",
         "leave such columns out",
         "Generate row by row, without them",
     ),
-    "gap, no cache": Way(
+    "gap, no cache": TriedWay(
         "a batch with masked columns between a row's tokens",
         "leave such columns out",
         "Generate row by row, without them",
         (("use_cache", False),),
     ),
-    "decoder padded": Way(
+    "decoder padded": TriedWay(
         "a batch with padding among decoder_input_ids",
         "leave padding out",
         "Generate row by row, without it",
     ),
-    "decoder gap": Way(
+    "decoder gap": TriedWay(
         "a batch with masked columns between decoder_input_ids",
         "leave such columns out",
         "Generate row by row, without them",
     ),
-    "turn, gap": Way(
+    "turn, gap": TriedWay(
         "a used cache some of whose columns are masked now (a row of the batch that ended early)",
         "forget them",
         "Generate row by row, or start with an empty cache",
     ),
-    "beams": Way(
+    "beams": TriedWay(
         "beam search with a cache",
         "reorder all of its state with its beams",
         "use_cache=False, or num_beams=1",
         (("num_beams", 3),),
     ),
-    "turn": Way("a used cache (a second turn)", "go on from it in generate()", "Start with an empty cache"),
-    "static": Way(
+    "turn": TriedWay("a used cache (a second turn)", "go on from it in generate()", "Start with an empty cache"),
+    "static": TriedWay(
         "a static cache", "go on from it", "Leave cache_implementation out", (("cache_implementation", "static"),)
     ),
-    "chunked": Way(
+    "chunked": TriedWay(
         "a prompt in chunks (prefill_chunk_size)",
         "go on from its state with several tokens",
         "Leave prefill_chunk_size out",
         (("prefill_chunk_size", 3),),
     ),
-    "speculative": Way(
+    "speculative": TriedWay(
         "assisted generation",
         "take back what was drafted",
         "Leave the assistant out",
         (("prompt_lookup_num_tokens", 2),),
     ),
-    "beside": Way(
+    "beside": TriedWay(
         "a generate() beside another",
         "keep the states of two sequences apart: they are inside its modules",
         "Generate one after the other",
     ),
-    "forward": Way(
+    "forward": TriedWay(
         "a plain forward on a used cache",
         "go on from its own state",
         "Give use_cache=False and all tokens, or use generate()",
     ),
-    "pieces": Way(
+    "pieces": TriedWay(
         "a forward of several tokens on a used cache",
         "go on from its state with several tokens",
         "Pass them one by one, or all at once without a cache",
     ),
     **_forward_ways(),
-    "forwards beside": Way(
+    "forwards beside": TriedWay(
         "a plain forward on a used cache",
         "keep the states of two sequences apart: they are inside its modules",
         "Give use_cache=False and all tokens, or use generate()",

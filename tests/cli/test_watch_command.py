@@ -29,7 +29,7 @@ from probemon.bundled import load_bundled
 from probemon.cli import app as cli
 from probemon.cli.common import chat_messages
 from probemon.cli.watch import command
-from probemon.cli.watch.answer import Watched, _why_unseen, apart
+from probemon.cli.watch.answer import WatchAnswer, _why_unseen, apart
 from probemon.cli.watch.live_view import LiveView
 from probemon.cli.watch.rules import Watching, score_of_strength, shown_above, stop_rules
 from probemon.errors import ConfigError
@@ -348,7 +348,9 @@ def test_what_a_budget_left_out_is_said_also_when_it_has_recovered(demo, whole):
     scores = replace(whole.scores, coverage=replace(whole.coverage, shed=shed))
     tokens = RecordedTokens(whole.row, whole.position, whole.token_id, whole.phase, scores)
     result = Result(whole.pack, demo[1], tokens)
-    watched = Watched(DynamicProbeManager(whole.pack), result, Watching([], None), above=None, cost=None, audited=False)
+    watched = WatchAnswer(
+        DynamicProbeManager(whole.pack), result, Watching([], None), above=None, cost=None, audited=False
+    )
     assert "less was scored than is watched at 5 tokens: a budget left it out" in watched.lines()
 
 

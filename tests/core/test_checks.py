@@ -19,7 +19,7 @@ from probemon.adapters.bem.losses import LossWeights
 from probemon.adapters.bem.memory import with_batch_backoff
 from probemon.adapters.bem.policy import Categorical, Gaussian
 from probemon.adapters.bem.training import TrainSettings
-from probemon.adapters.routing.alerts import Rule
+from probemon.adapters.routing.alerts import AlertRule
 from probemon.adapters.routing.records import RoutingParquet
 from probemon.adapters.routing.settings import RoutingSettings
 from probemon.core.aggregate import Attention, Ema, RollingMax, RollingMean
@@ -161,10 +161,10 @@ TABLE = [
     ("PagedArena(n_slots=)", lambda env, value: PagedArena(ProbeStore(OneSource(), max_bytes=1), like=env.pack.weights,
     n_slots=value, device=torch.device("cpu")), count("n_slots", 3, 1)),
     of(RoutingSettings, "window", count("window", 3, 1)),
-    of(Rule, "window", count("window", 3, 1), kind="k", metric="gini", raise_at=0.5, clear_at=0.1),
-    of(Rule, "in_a_row", count("in_a_row", 3, 1), kind="k", metric="gini", raise_at=0.5, clear_at=0.1),
-    of(Rule, "raise_at", number("raise_at", 0.5), kind="k", metric="gini", clear_at=0.1),
-    of(Rule, "clear_at", number("clear_at", 0.5), kind="k", metric="gini", raise_at=0.1),
+    of(AlertRule, "window", count("window", 3, 1), kind="k", metric="gini", raise_at=0.5, clear_at=0.1),
+    of(AlertRule, "in_a_row", count("in_a_row", 3, 1), kind="k", metric="gini", raise_at=0.5, clear_at=0.1),
+    of(AlertRule, "raise_at", number("raise_at", 0.5), kind="k", metric="gini", clear_at=0.1),
+    of(AlertRule, "clear_at", number("clear_at", 0.5), kind="k", metric="gini", raise_at=0.1),
     *(of(BemConfig, name, count(name, good, low)) for name, good, low in (("rank", 3, 1), ("width", 3, 1),
     ("prefix_tokens", 256, 1), ("read_layer", 3, 0), ("token_limit", 3, 0), ("seed", 3, 0))),
     of(BemConfig, "chunk_tokens", count("chunk_tokens", 32, 1)), of(BemConfig, "alpha", number("alpha", 0.5, 0, -1)),

@@ -110,7 +110,7 @@ class _Chunks:
     energy: Tensor | None  # [B, K + 1], of the chunk before
 
 
-class Guard(Protocol):
+class RouteGuard(Protocol):
     """Runs in place of a controller's `route`. It may give other codes; the state goes on by the same columns."""
 
     def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
@@ -128,7 +128,7 @@ class Controller(nn.Module):
     """
 
     needed: Collection[str] = LEVELS
-    guard: Guard | None = None
+    guard: RouteGuard | None = None
     checkpointed = False
     fused = False
 

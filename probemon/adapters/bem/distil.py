@@ -53,7 +53,7 @@ from probemon.adapters.bem.losses import (
 )
 from probemon.adapters.bem.saved import make_folder, write_tensors
 from probemon.adapters.bem.sites import Site, device_of
-from probemon.adapters.bem.training import History, TrainSettings, fit
+from probemon.adapters.bem.training import TrainingHistory, TrainSettings, fit
 from probemon.adapters.bem.twins import Twin, check_has_twin, cut_to, low_rank_twin, rank_of
 from probemon.errors import BemError, ConfigError, NotSupportedHost
 from probemon.host.model import find_layers
@@ -221,7 +221,7 @@ def distil_trained(
     rank: int | None = None,
     labels: float = 0.0,
     start: str | None = None,
-) -> tuple[StaticLora, History]:
+) -> tuple[StaticLora, TrainingHistory]:
     """Train a static LoRA on `(1 - labels) KL(routed || static) + labels (cross-entropy of the labels)`, the means
     over tokens. The adapter and the host stay as they are.
 
@@ -270,7 +270,7 @@ def distil_trained(
             name: term.detach() for name, term in terms.items()
         }
 
-    candidates: list[tuple[float, StaticLora, History]] = []
+    candidates: list[tuple[float, StaticLora, TrainingHistory]] = []
     for begin in STARTS if start is None and nearest.method != "constant" else (start or "nearest",):
         generator = torch.Generator().manual_seed(settings.seed)
         for name, (a, b) in nearest.factors.items():

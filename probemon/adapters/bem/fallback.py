@@ -106,8 +106,8 @@ class Fallbacks:
 
 
 class FallbackGuard:
-    """A `Guard` by a policy: `breaker`, and `counts` of what fell back. On a GPU it waits once a forward, for what the
-    codes are and how long they took.
+    """A `RouteGuard` by a policy: `breaker`, and `counts` of what fell back. On a GPU it waits once a forward, for what
+    the codes are and how long they took.
     """
 
     def __init__(self, policy: FallbackPolicy) -> None:

@@ -36,13 +36,13 @@ from probemon.adapters.bem.losses import (
     mode,
     recorded_codes,
 )
-from probemon.adapters.bem.training import History, TrainSettings, check_fit, fit
+from probemon.adapters.bem.training import TrainingHistory, TrainSettings, check_fit, fit
 from probemon.errors import ConfigError
 from probemon.host.model import find_layers
 from probemon.util.checks import check_number
 
 
-def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, operations: float = 0.0) -> History:
+def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, operations: float = 0.0) -> TrainingHistory:
     """Train the controller of an attached adapter on `imitation_loss`, and levels where they are learned.
 
     `operations`: what an operation a token costs, in the unit of the loss, under level="learned".

@@ -38,7 +38,7 @@ from probemon.adapters.bem.losses import (
     host_inputs,
     masked_tokens,
 )
-from probemon.adapters.bem.training import History, TrainSettings, check_fit, fit
+from probemon.adapters.bem.training import TrainingHistory, TrainSettings, check_fit, fit
 from probemon.errors import BemError, ConfigError
 from probemon.util.checks import LARGEST, check_number
 
@@ -109,7 +109,7 @@ class Categorical:
 
 
 @dataclass(frozen=True, eq=False)
-class Decisions:
+class PolicyDecisions:
     """One forward under a policy: `log_prob [B]` of all decisions of a row, with a gradient; `n [B]`, how many they
     were; `actions [B, T, r]`.
     """
@@ -120,11 +120,11 @@ class Decisions:
 
 
 @contextmanager
-def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -> Iterator[list[Decisions]]:
+def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -> Iterator[list[PolicyDecisions]]:
     """In the block, let the policy steer forwards without a cache, at the tokens `acts [B, T]` bool, and record its
     decisions in the list.
     """
-    recorded: list[Decisions] = []
+    recorded: list[PolicyDecisions] = []
 
     def act(codes: Codes) -> Codes:
         steering, decisions = draw(codes, policy, generator, acts)
@@ -158,7 +158,7 @@ def check_policy(bem: Bem, policy: Policy) -> None:
         )
 
 
-def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor) -> tuple[Codes, Decisions]:
+def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor) -> tuple[Codes, PolicyDecisions]:
     """Return the codes that steer one forward where a policy decides at the tokens `acts [B, T]` bool, and what it
     decided.
     """
@@ -181,7 +181,7 @@ def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor)
         name: torch.where((level == LEVELS.index(name))[..., None], actions, code.detach())
         for name, code in codes.by_level().items()
     }
-    return codes.replace(**replaced), Decisions(log_prob.sum(dim=1), decides.sum(dim=1), actions)
+    return codes.replace(**replaced), PolicyDecisions(log_prob.sum(dim=1), decides.sum(dim=1), actions)
 
 
 def _decides(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _decides(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
 class PolicyHistory:
     """The `history` of the training, and the `rewards [n_steps, B]` of every step, in order."""
 
-    history: History
+    history: TrainingHistory
     rewards: Tensor
 
 

@@ -86,7 +86,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One step: the loss before it, its terms, the learning rate, the norm of the gradient before clipping."""
 
     loss: float
@@ -96,10 +96,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class History:
+class TrainingHistory:
     """Every step of a training, in order."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TrainingStep, ...]
 
     @property
     def losses(self) -> list[float]:
@@ -107,7 +107,9 @@ class History:
         return [step.loss for step in self.steps]
 
 
-def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: LossWeights | None = None) -> History:
+def train(
+    bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: LossWeights | None = None
+) -> TrainingHistory:
     """Train every parameter of an attached adapter on `adapter_losses`. Dropout is on, the host's too, if it has any;
     afterwards modules are in the modes they were in.
 
@@ -164,7 +166,7 @@ def fit(
     loss_of: LossOf,
     batches: Sequence[Batch],
     settings: TrainSettings,
-) -> History:
+) -> TrainingHistory:
     """Lower any loss over `parameters`, or groups of them as `parameter_groups` makes: `loss_of(batch)` returns it, and
     what else is to be noted. Raises as `train`.
 
@@ -195,9 +197,9 @@ def fit(
             for group in optimiser.param_groups:
                 group["lr"] = lr * group.get("multiplier", 1.0)
             optimiser.step()
-            steps.append(Step(value, {name: float(term) for name, term in terms.items()}, lr, norm))
+            steps.append(TrainingStep(value, {name: float(term) for name, term in terms.items()}, lr, norm))
     optimiser.zero_grad()
-    return History(tuple(steps))
+    return TrainingHistory(tuple(steps))
 
 
 def check_fit(batches: Sequence[Batch], settings: TrainSettings) -> None:

@@ -3,7 +3,7 @@
 from probemon.adapters.routing import Routing, RoutingMonitor, RoutingParquet
 """
 
-from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, Rule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule
 from probemon.adapters.routing.monitor import RoutingMonitor
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.records import RoutingJsonLines, RoutingParquet, RoutingRecord
@@ -12,11 +12,11 @@ from probemon.adapters.routing.settings import RoutingSettings
 __all__ = [
     "DEFAULT_RULES",
     "Alert",
+    "AlertRule",
     "Routing",
     "RoutingJsonLines",
     "RoutingMonitor",
     "RoutingParquet",
     "RoutingRecord",
     "RoutingSettings",
-    "Rule",
 ]

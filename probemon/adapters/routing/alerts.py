@@ -37,7 +37,7 @@ Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and toke
 
 
 @dataclass(frozen=True)
-class Rule:
+class AlertRule:
     """Raise `kind` where `metric` is beyond `raise_at`, and clear it where the metric is back beyond `clear_at`.
 
     Where raise_at > clear_at, high values are bad, else low ones. Raises `ConfigError`.
@@ -120,21 +120,21 @@ class Rule:
 
 DEFAULT_RULES = (
     # One decision is enough; a window without any clears the alert.
-    Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),
-    Rule("collapse", "spread", 0.2, 0.35),
-    Rule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
-    Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=_VARYING),
-    Rule("collapse", "effective_rank", 1.2, 1.4, window=1024, sources=(BEM,), levels=_VARYING),
-    Rule("indifference", "decision_entropy", 0.98, 0.96),
-    Rule("indifference", "code_norm", 0.02, 0.04, sources=(BEM,)),
-    Rule("dead expert", "least_load", 0.01, 0.05, each_expert=True, sources=(MOE,)),
-    Rule("dead expert", "least_weight", 0.01, 0.05, each_expert=True, sources=(XLORA,)),
-    Rule("entropy drift", "decision_entropy", 0.15, 0.1, drift=True),
-    Rule("entropy drift", "marginal_entropy", 0.25, 0.15, window=1024, drift=True),
-    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=_VARYING),
-    Rule("latency", "latency_p95_us", 2000.0, 1000.0, sources=_ALL),
-    Rule("memory", MEMORY, 0.9, 0.85, sources=_ALL),
-    Rule("code reuse", "code_reuse_rate", 0.9, 0.92, sources=(BEM,), levels=("chunk",)),
+    AlertRule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),
+    AlertRule("collapse", "spread", 0.2, 0.35),
+    AlertRule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
+    AlertRule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=_VARYING),
+    AlertRule("collapse", "effective_rank", 1.2, 1.4, window=1024, sources=(BEM,), levels=_VARYING),
+    AlertRule("indifference", "decision_entropy", 0.98, 0.96),
+    AlertRule("indifference", "code_norm", 0.02, 0.04, sources=(BEM,)),
+    AlertRule("dead expert", "least_load", 0.01, 0.05, each_expert=True, sources=(MOE,)),
+    AlertRule("dead expert", "least_weight", 0.01, 0.05, each_expert=True, sources=(XLORA,)),
+    AlertRule("entropy drift", "decision_entropy", 0.15, 0.1, drift=True),
+    AlertRule("entropy drift", "marginal_entropy", 0.25, 0.15, window=1024, drift=True),
+    AlertRule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=_VARYING),
+    AlertRule("latency", "latency_p95_us", 2000.0, 1000.0, sources=_ALL),
+    AlertRule("memory", MEMORY, 0.9, 0.85, sources=_ALL),
+    AlertRule("code reuse", "code_reuse_rate", 0.9, 0.92, sources=(BEM,), levels=("chunk",)),
 )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ class _Watch:
     """A rule on its streams `which` (n of them, or 1 for all together), and what is known by it of each so far."""
 
     number: int
-    rule: Rule
+    rule: AlertRule
     which: Ints
     n: InitVar[int]
     size: int  # tokens of a window
@@ -216,7 +216,7 @@ class Alerts:
 
     def __init__(
         self,
-        rules: Sequence[Rule],
+        rules: Sequence[AlertRule],
         streams: Sequence[Stream],
         n_experts: int,
         n_chosen: int,
@@ -253,7 +253,7 @@ class Alerts:
         return itertools.chain.from_iterable(self._watches.values())
 
     @property
-    def unjudged(self) -> list[tuple[Rule, int]]:
+    def unjudged(self) -> list[tuple[AlertRule, int]]:
         """The rules that have not seen enough of each stream to judge, with how many tokens they need.
 
         That such a rule raises nothing says nothing.

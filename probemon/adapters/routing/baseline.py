@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.adapters.bem.config import LEVELS
-from probemon.adapters.routing.alerts import Baseline, Rule
+from probemon.adapters.routing.alerts import AlertRule, Baseline
 from probemon.adapters.routing.decisions import BEM, Stream
 from probemon.adapters.routing.routers import Source
 from probemon.errors import ConfigError
@@ -89,7 +89,7 @@ def read_baseline(source: object) -> dict[tuple[Stream, str, int], float]:
     return baseline
 
 
-def check_baseline(baseline: Baseline, sources: Iterable[Source], rules: Iterable[Rule], window: int) -> None:
+def check_baseline(baseline: Baseline, sources: Iterable[Source], rules: Iterable[AlertRule], window: int) -> None:
     """Raise `ConfigError` where an entry is of no router here, or of no rule of drift: it would have no effect."""
     known: dict[Stream, set[tuple[str, int]]] = {}
     for source in sources:

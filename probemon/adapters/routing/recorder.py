@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, Rule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule
 from probemon.adapters.routing.baseline import check_baseline, entries, read_baseline, write_baseline
 from probemon.adapters.routing.captures import timed, to_host
 from probemon.adapters.routing.decisions import BEM, XLORA, Changes, Decisions, History, Singles, Stream
@@ -326,7 +326,7 @@ class Routing(Follower):
         default rules are for every kind of router.
         """
         rules, window = self._settings.rules, self._settings.window
-        judged, unjudged = set[int](), list[tuple[Rule, int]]()
+        judged, unjudged = set[int](), list[tuple[AlertRule, int]]()
         for number, source in enumerate(self.sources):
             applying = [
                 i

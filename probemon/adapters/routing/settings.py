@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.adapters.routing.alerts import DEFAULT_RULES, Rule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, AlertRule
 from probemon.adapters.routing.latency import LatencyLimit, MemorySpike
 from probemon.adapters.routing.tally import WINDOW, Memory
 from probemon.errors import ConfigError
@@ -32,7 +32,7 @@ class RoutingSettings:
     - `clock`: returns seconds.
     """
 
-    rules: tuple[Rule, ...] = DEFAULT_RULES
+    rules: tuple[AlertRule, ...] = DEFAULT_RULES
     window: int = WINDOW
     bem: Any = None
     states: bool = False
@@ -63,9 +63,9 @@ class RoutingSettings:
         if not callable(self.clock):
             raise ConfigError(f"clock is {self.clock!r}: give what returns seconds, such as time.perf_counter")
         for rule in self.rules:
-            if not isinstance(rule, Rule):
+            if not isinstance(rule, AlertRule):
                 raise ConfigError(
-                    f"{rule!r} is no rule: give Rule(...) of probemon.adapters.routing.alerts, or leave rules out"
+                    f"{rule!r} is no rule: give AlertRule(...) of probemon.adapters.routing.alerts, or leave rules out"
                 )
 
     @classmethod

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from probemon.adapters.bem.memory import gpu_memory, process_memory
-from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, Alerts, Baseline, Rule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule, Alerts, Baseline
 from probemon.adapters.routing.decisions import Changes, Decisions, Stream
 from probemon.adapters.routing.statistics import RoutingStatistics
 
@@ -37,7 +37,7 @@ class Tally:
         n_chosen: int = 1,
         *,
         codes: bool = False,
-        rules: Sequence[Rule] = DEFAULT_RULES,
+        rules: Sequence[AlertRule] = DEFAULT_RULES,
         window: int = WINDOW,
         memory: Memory = lambda: (0, 0),
         baseline: Baseline | None = None,

@@ -58,9 +58,9 @@ def doctor(
     if text is not None and not measure:
         raise ConfigError("--text is for --measure: add it")
     if text is not None:
-        from probemon.cli.doctor.measured_settings import check_text
+        from probemon.cli.doctor.measured_settings import check_text_file
 
-        check_text(text)  # before a model is loaded
+        check_text_file(text)  # before a model is loaded
     examination = Examination(model, packs, device=device, dtype=dtype, alert_set=alert_set, strict=strict)
     examination.run(load_aloud)
     health, measured = examination.health, None

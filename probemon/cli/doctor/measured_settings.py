@@ -38,7 +38,7 @@ TEXT = (
 )
 
 
-def check_text(text: Path) -> None:
+def check_text_file(text: Path) -> None:
     """Raise `ConfigError` if no document can be read from a file or folder."""
     next(iter(read_documents(text)), None)
 

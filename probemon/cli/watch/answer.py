@@ -31,7 +31,7 @@ _MOST_REASONS = 3
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchAnswer:
     """A watch that has ended: what came of it, why it ended, what is shown of it (`above`), what it cost."""
 
     manager: DynamicProbeManager

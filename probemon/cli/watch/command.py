@@ -99,7 +99,7 @@ def watch(
     watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
     check_watched(manager, concept or ())
     host, tokenizer = load_aloud(model, device, dtype)
-    from probemon.cli.watch.answer import Watched
+    from probemon.cli.watch.answer import WatchAnswer
     from probemon.cli.watch.live_view import summary
     from probemon.host.compatibility import check_readable
     from probemon.host.model import unwrap
@@ -117,7 +117,7 @@ def watch(
             result = event.result or result
     assert result is not None
     cost = _measure(manager, host, tokenizer, messages, watching) if measure else None
-    watched = Watched(manager, result, watching, above=above, cost=cost, audited=bool(manager.audit_rate))
+    watched = WatchAnswer(manager, result, watching, above=above, cost=cost, audited=bool(manager.audit_rate))
     summary(console, result, watched.lines(), above=above)
     if as_json:
         answer(watched.as_dict(prompt=prompt, system=system, seed=seed))

@@ -58,7 +58,7 @@ class PlainView:
         concepts += [f"and {len(leading) - self._k} more"] if len(leading) > self._k else []
         if ranked := event.ranked(self._k, self._above):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
-        said = unseen(event) or "; ".join([*concepts, *filter(None, [read(event)])])
+        said = unseen(event) or "; ".join([*concepts, *filter(None, [memories_read(event)])])
         if said:
             self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {said}")), soft_wrap=True)
 
@@ -107,9 +107,9 @@ class LiveView:
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
             concepts = [*event.leading(self._k, self._above), *event.ranked(self._k, self._above)]
-            if not concepts and not event.unseen and not read(event):
+            if not concepts and not event.unseen and not memories_read(event):
                 continue  # the text above shows it
-            room -= max(1, len(concepts) + bool(read(event)))
+            room -= max(1, len(concepts) + bool(memories_read(event)))
             if room < 0:
                 break
             shown.insert(0, (event, concepts))
@@ -137,8 +137,8 @@ class LiveView:
                 share = [] if narrow else [share_right(concept)]
                 table.add_row(token, path_text(concept, width), *share, strength)
                 token = Text()  # a token stands beside its first concept alone
-            if read(event):
-                table.add_row(token, Text(harmless(read(event)), style="dim"))
+            if memories_read(event):
+                table.add_row(token, Text(harmless(memories_read(event)), style="dim"))
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{counted(self._n_tokens, 'token')} scored, {per_token:.0f} probes active a token", style="dim")
         return Panel(
@@ -176,7 +176,7 @@ def unseen(event: TokenEvent) -> str:
     return f"unseen: {event.unseen}" if event.unseen else ""
 
 
-def read(event: TokenEvent) -> str:
+def memories_read(event: TokenEvent) -> str:
     """Return which token each memory of the host read most, an empty text where none read any, or none is watched."""
     several = len(event.reading) > 1
     tokens = [

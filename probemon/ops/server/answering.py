@@ -58,7 +58,7 @@ class Ending:
     n_unseen: int
 
 
-class Listener(Protocol):
+class AnswerListener(Protocol):
     """Who is told of an answer while it is generated. `id`: of the answer."""
 
     id: str
@@ -90,7 +90,7 @@ class Answering(StoppingCriteria):
         max_tokens: int,
         seed: int | None,
         tell_prompt: bool,
-        listener: Listener,
+        listener: AnswerListener,
         followers: Sequence[Follower] = (),
     ) -> None:
         self._served, self._prepared, self._ids = served, prepared, ids

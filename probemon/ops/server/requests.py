@@ -54,7 +54,7 @@ _MOST_NESTED = 64  # objects and lists in each other
 
 
 @dataclass(frozen=True)
-class Watch:
+class RequestedWatch:
     """What a request wants to be told of concepts: the `probemon` of its body. `concepts` None: all."""
 
     concepts: tuple[str, ...] | None = None
@@ -84,7 +84,7 @@ class Request:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    watch: Watch | None
+    watch: RequestedWatch | None
     options: Mapping[str, Any]
 
 
@@ -313,7 +313,7 @@ def _include_usage(value: Any, stream: bool) -> bool:
     return bool(options.get("include_usage", False))
 
 
-def _watch(value: Any, limits: Limits) -> Watch:
+def _watch(value: Any, limits: Limits) -> RequestedWatch:
     given = _object("probemon", value)
     _check_names("probemon", given, _WATCH)
     read = _Reader(given, "probemon.")
@@ -324,7 +324,7 @@ def _watch(value: Any, limits: Limits) -> Watch:
             for at, one in enumerate(_list("probemon.concepts", concepts, limits.names, least=1))
         )
     rules = [] if given.get("rules") is None else _list("probemon.rules", given["rules"], limits.names)
-    return Watch(
+    return RequestedWatch(
         concepts=concepts,
         top_k=read.count("top_k", 3, most=limits.top_k),
         prompt=read.flag("prompt"),

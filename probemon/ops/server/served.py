@@ -29,7 +29,7 @@ from probemon.ops.budget import Budget
 from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.held import Holding
 from probemon.ops.server.limits import Limits
-from probemon.ops.server.requests import Request, Watch
+from probemon.ops.server.requests import Request, RequestedWatch
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -60,7 +60,7 @@ class Prepared:
     """
 
     request: Request
-    watch: Watch
+    watch: RequestedWatch
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
     rules: tuple[tuple[RuleSpec, tuple[int, ...]], ...]
@@ -127,7 +127,7 @@ class Served:
                 status=404,
                 code="model_not_found",
             )
-        watch = request.watch or Watch()
+        watch = request.watch or RequestedWatch()
         shown, rules = self._shown(watch), self._rules(watch)
         prompts = tuple(tuple(ids) for ids in self._encoded(request))
         param = "messages" if request.kind == "chat" else "prompt"
@@ -177,7 +177,7 @@ class Served:
 
     # -- concepts --------------------------------------------------------------------------------
 
-    def _shown(self, watch: Watch) -> Mask | None:
+    def _shown(self, watch: RequestedWatch) -> Mask | None:
         """Return the probes of the concepts that were named, and of what is below them."""
         if watch.concepts is None:
             return None
@@ -197,7 +197,7 @@ class Served:
                 shown[list(level)] = True
         return shown
 
-    def _rules(self, watch: Watch) -> tuple[tuple[RuleSpec, tuple[int, ...]], ...]:
+    def _rules(self, watch: RequestedWatch) -> tuple[tuple[RuleSpec, tuple[int, ...]], ...]:
         rules: list[tuple[RuleSpec, tuple[int, ...]]] = []
         for at, rule in enumerate(watch.rules):
             made = _refused(f"probemon.rules[{at}]", partial(rule.rules, self.manager.pack))

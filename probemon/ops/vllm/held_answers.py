@@ -23,7 +23,7 @@ from probemon.util.token_texts import TokenTexts
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPiece:
     """Tokens whose scores are known: their `ids` and `text`. The last piece of an answer is `finished`, and says which
     `event` stopped it, where a rule did, and how many tokens were generated and are not shown.
     """
@@ -42,7 +42,7 @@ async def hold(
     delta: bool = False,
     show_last: bool = False,
     wait_seconds: float = 10.0,
-) -> AsyncIterator[Held]:
+) -> AsyncIterator[HeldPiece]:
     """Yield the pieces of one answer. `outputs`: what `AsyncLLM.generate` yields, one answer to a request.
 
     `delta`: each of them has the new tokens alone (`RequestOutputKind.DELTA`). A token whose score does not come within
@@ -65,13 +65,13 @@ async def hold(
         if n_known > n_shown:
             some = ids[n_shown:n_known]
             n_shown = n_known
-            yield Held(tuple(some), "".join(map(texts.add, some)))
+            yield HeldPiece(tuple(some), "".join(map(texts.add, some)))
     log = answer.log()
     stopped = log is not None and log.stop_column is not None
     if show_last and not stopped and ids and n_shown == len(ids) - 1:
         n_shown += 1
-        yield Held((ids[-1],), texts.add(ids[-1]))
-    yield Held((), texts.finish(), True, None if log is None else log.stop_event, len(ids) - n_shown)
+        yield HeldPiece((ids[-1],), texts.add(ids[-1]))
+    yield HeldPiece((), texts.finish(), True, None if log is None else log.stop_event, len(ids) - n_shown)
 
 
 class _Answer:

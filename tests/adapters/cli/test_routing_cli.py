@@ -15,7 +15,7 @@ from conftest import make_model
 from probemon.adapters.cli.routing_view import LiveRouting, PlainRouting, load_bars, summary
 from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
 from probemon.adapters.routing import RoutingMonitor
-from probemon.adapters.routing.alerts import Rule
+from probemon.adapters.routing.alerts import AlertRule
 from probemon.adapters.routing.recurrent import StateMonitor
 from probemon.cli import app as command_line
 from recurrent_hosts import make_host
@@ -315,7 +315,7 @@ def test_no_alert_is_not_said_of_what_could_not_be_seen_yet():
     assert report["unjudged"]["collapse"] == 2 * 512 and report["unjudged"]["entropy drift"] == (2 + 5) * 1024
     summary(console, report)
     assert "too few tokens that count yet for " in (text := console.export_text()) and "collapse (1024 tokens)" in text
-    with RoutingMonitor(model, window=4, rules=(Rule("collapse", "spread", 0.01, 0.35, window=4),)) as judged:
+    with RoutingMonitor(model, window=4, rules=(AlertRule("collapse", "spread", 0.01, 0.35, window=4),)) as judged:
         model.generate(PROMPT, **GREEDY)
     assert judged.report()["unjudged"] == {}
     summary(console, judged.report())

@@ -12,7 +12,7 @@ from blinded import Blinded
 from conftest import EOS, HIDDEN, LAYERS, OLDEST, PAD, make_model, make_pack, n_hooks, not_in_oldest
 from hears import hears
 from probemon import DynamicProbeManager
-from probemon.adapters.routing import DEFAULT_RULES, RoutingJsonLines, RoutingMonitor, RoutingParquet, Rule
+from probemon.adapters.routing import DEFAULT_RULES, AlertRule, RoutingJsonLines, RoutingMonitor, RoutingParquet
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.records import COLUMNS
 from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost, UnknownSetting
@@ -566,7 +566,7 @@ def test_records_hold_null_for_every_number_that_is_not_finite(halting, tmp_path
 
 
 def test_a_rule_that_no_router_is_for_is_unjudged(mixtral):
-    mine = Rule("mine", "spread", 0.2, 0.35, window=4, in_a_row=1, sources=("xlora",))
+    mine = AlertRule("mine", "spread", 0.2, 0.35, window=4, in_a_row=1, sources=("xlora",))
     for rules, unjudged in (((*DEFAULT_RULES[:1], mine), {"mine"}), ((DEFAULT_RULES[-1],), {"code reuse"})):
         with RoutingMonitor(mixtral, rules=rules) as monitor:
             assert set(monitor.report()["unjudged"]) - {"not finite"} == unjudged
@@ -576,7 +576,7 @@ def test_a_rule_that_no_router_is_for_is_unjudged(mixtral):
 
 def test_alerts_come_while_it_generates(mixtral):
     told = []
-    rule = Rule("never even", "max_vio", 0.0, -0.5, window=4, in_a_row=1)
+    rule = AlertRule("never even", "max_vio", 0.0, -0.5, window=4, in_a_row=1)
     with RoutingMonitor(mixtral, rules=(rule,), window=4) as monitor:
         monitor.on_alert(told.append)
         mixtral.generate(PROMPT, **GREEDY)
@@ -584,7 +584,7 @@ def test_alerts_come_while_it_generates(mixtral):
     assert [(alert.raised, alert.at) for alert in told] == [(True, 4)] * 3 and len(monitor.report()["alerts"]) == 3
 
 
-DRIFT = Rule("entropy drift", "decision_entropy", 0.15, 0.1, window=8, drift=True)
+DRIFT = AlertRule("entropy drift", "decision_entropy", 0.15, 0.1, window=8, drift=True)
 
 
 def median_entropies(records, e, n_windows=5, window=8):

@@ -10,7 +10,7 @@ from torch import nn
 from conftest import HIDDEN, PAD, make_model, make_pack, n_hooks
 from oracle import check as check_scores
 from probemon import DynamicProbeManager
-from probemon.adapters.routing import RoutingMonitor, Rule
+from probemon.adapters.routing import AlertRule, RoutingMonitor
 from probemon.adapters.routing.recorder import Routing
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost, UnknownSetting
 from routed_hosts import GREEDY, make_bem
@@ -425,9 +425,9 @@ def test_before_any_token_every_rule_of_the_adapter_is_unjudged():
 def test_a_rule_for_a_level_that_the_adapter_has_not_is_unjudged():
     model, rule = (
         make_model(),
-        Rule("mine", "code_norm", 0.0, 0.1, window=4, in_a_row=1, sources=("bem",), levels=("prefix",)),
+        AlertRule("mine", "code_norm", 0.0, 0.1, window=4, in_a_row=1, sources=("bem",), levels=("prefix",)),
     )
-    other = Rule("other", "code_norm", 0.0, 0.1, window=4, in_a_row=1, sources=("bem",), levels=("chunk",))
+    other = AlertRule("other", "code_norm", 0.0, 0.1, window=4, in_a_row=1, sources=("bem",), levels=("chunk",))
     with make_bem(model) as bem, RoutingMonitor(model, bem=bem, rules=(rule, other), window=4) as monitor:
         assert monitor.report()["unjudged"] == {"mine": 4, "other": 4}
         model.generate(PROMPT, **GREEDY)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import routing_alarms
-from probemon.adapters.routing.alerts import DEFAULT_RULES, Alerts, Rule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, AlertRule, Alerts
 from probemon.adapters.routing.decisions import BEM, MOE, XLORA, History, Stream
 from probemon.adapters.routing.statistics import RoutingStatistics
 from probemon.adapters.routing.tally import Tally
@@ -157,7 +157,7 @@ def window_of(share, n=64):
 
 def told(shares, in_a_row=1, raise_at=1.5, clear_at=1.0, window=64):
     alerts = Alerts(
-        [Rule("uneven", "max_vio", raise_at, clear_at, window=window, in_a_row=in_a_row)],
+        [AlertRule("uneven", "max_vio", raise_at, clear_at, window=window, in_a_row=in_a_row)],
         [Stream(MOE, "site", 0)],
         4,
         1,
@@ -185,7 +185,7 @@ def test_it_must_hold_for_windows_in_a_row(in_a_row):
 
 def test_a_rule_below_its_threshold_and_larger_windows():
     alerts = Alerts(
-        [Rule("idle", "least_load", 0.01, 0.05, window=100, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
+        [AlertRule("idle", "least_load", 0.01, 0.05, window=100, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
     )
     found = [(i, alert.raised) for i in range(6) for alert in alerts.add(window_of(0.5))]
     assert found == [(1, True)]  # 100 tokens are two windows of 64
@@ -193,7 +193,7 @@ def test_a_rule_below_its_threshold_and_larger_windows():
 
 def test_what_is_not_known_raises_nothing_and_clears_nothing():
     alerts = Alerts(
-        [Rule("memory", "memory_share", 0.9, 0.8, window=1, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
+        [AlertRule("memory", "memory_share", 0.9, 0.8, window=1, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
     )
     raised = [len(alerts.add(window_of(0.5), share)) for share in (math.nan, 0.95, math.nan, 0.5, math.nan)]
     assert raised == [0, 1, 0, 1, 0]
@@ -347,8 +347,8 @@ def test_windows_in_which_an_alert_holds_are_in_no_baseline():
 def test_what_a_window_raises_keeps_it_out_of_every_baseline(first):
     """A drift of a known baseline is raised by the first window, beside a rule of equal windows that makes its own."""
     stream = Stream(MOE, "site", 0)
-    known = Rule("known", "marginal_entropy", 0.1, 0.05, drift=True, window=64, in_a_row=1)
-    made = Rule("made", "max_vio", 0.1, 0.05, drift=True, window=64, in_a_row=1)
+    known = AlertRule("known", "marginal_entropy", 0.1, 0.05, drift=True, window=64, in_a_row=1)
+    made = AlertRule("made", "max_vio", 0.1, 0.05, drift=True, window=64, in_a_row=1)
     rules = [known, made] if first else [made, known]
     alerts = Alerts(rules, [stream], 4, 1, 64, baseline={(stream, "marginal_entropy", 64): 0.5})
     told = [(i, str(a.kind)) for i, share in enumerate([1, *[0.5] * 6]) for a in alerts.add(window_of(share))]
@@ -419,28 +419,28 @@ def test_how_a_stream_is_cut_changes_no_alert():
 
 def test_rules_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="two numbers that differ"):
-        Rule("x", "spread", 0.2, 0.2)
+        AlertRule("x", "spread", 0.2, 0.2)
     with pytest.raises(ConfigError, match="no metric of routing"):
-        Rule("x", "sprawl", 0.2, 0.3)
+        AlertRule("x", "sprawl", 0.2, 0.3)
     with pytest.raises(ConfigError, match="1 or more"):
-        Rule("x", "spread", 0.2, 0.3, in_a_row=0)
+        AlertRule("x", "spread", 0.2, 0.3, in_a_row=0)
     for given in ({"sources": ("nope",)}, {"sources": "moe"}, {"sources": ()}, {"sources": None}):
         with pytest.raises(ConfigError, match="moe, xlora, bem"):
-            Rule("x", "spread", 0.2, 0.3, **given)
+            AlertRule("x", "spread", 0.2, 0.3, **given)
     for levels in (("tokn",), "token", (["token"],)):
         with pytest.raises(ConfigError, match="prefix, chunk, token"):
-            Rule("x", "variation", 0.2, 0.3, sources=(BEM,), levels=levels)
+            AlertRule("x", "variation", 0.2, 0.3, sources=(BEM,), levels=levels)
     for more in ({"in_a_row": 2}, {"in_a_row": 1, "drift": True}, {"in_a_row": 1, "each_expert": True}):
         with pytest.raises(ConfigError, match="at_once needs no full window"):
-            Rule("x", "spread", 0.2, 0.3, at_once=True, **more)
+            AlertRule("x", "spread", 0.2, 0.3, at_once=True, **more)
     for numbers in (("a", 0.3), (0.2, None), (True, 0.3)):
         with pytest.raises(ConfigError, match="two numbers that differ"):
-            Rule("x", "spread", *numbers)
+            AlertRule("x", "spread", *numbers)
     for window in ("512", 1.5, True):
         with pytest.raises(ConfigError, match="1 or more"):
-            Rule("x", "spread", 0.2, 0.3, window=window)
+            AlertRule("x", "spread", 0.2, 0.3, window=window)
     with pytest.raises(ConfigError, match="kind"):
-        Rule("", "spread", 0.2, 0.3)
+        AlertRule("", "spread", 0.2, 0.3)
     assert {rule.kind for rule in DEFAULT_RULES} == {
         "not finite",
         "collapse",

@@ -21,7 +21,7 @@ from blinded import Blinded
 from conftest import make_model, make_pack
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
-from probemon.adapters.routing import RoutingMonitor, Rule
+from probemon.adapters.routing import AlertRule, RoutingMonitor
 from probemon.adapters.routing.metric_families import FAMILIES as ROUTING_FAMILIES
 from probemon.adapters.routing.metric_families import table as routing_table
 from probemon.adapters.routing.recorder import Routing
@@ -402,7 +402,7 @@ def test_series_do_not_grow_with_concepts(model, tmp_path):
 
 def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
     model, metrics = make_moe(), fresh()
-    rules = (Rule("flips", "flip_rate", raise_at=0.01, clear_at=0.0, window=8),)
+    rules = (AlertRule("flips", "flip_rate", raise_at=0.01, clear_at=0.0, window=8),)
     n_tokens = n_raised = 0
     for _ in range(2):
         with RoutingMonitor(model, rules=rules) as monitor, metrics.showing(monitor):
@@ -430,7 +430,7 @@ def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
 
 def test_alerts_of_all_monitors_that_are_open_are_shown():
     metrics = fresh()
-    rules = (Rule("busy", "effective_experts", raise_at=0.5, clear_at=0.1, window=8, in_a_row=1),)
+    rules = (AlertRule("busy", "effective_experts", raise_at=0.5, clear_at=0.1, window=8, in_a_row=1),)
     with ExitStack() as stack:
         monitors = []
         for model, n_rows in ((make_moe(), 60), (make_moe(), 60), (make_moe("olmoe"), 1)):

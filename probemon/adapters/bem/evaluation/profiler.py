@@ -26,7 +26,7 @@ from probemon.util.checks import check_callable, shown
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedSpan:
     """Seconds of the processor and of the GPU in what is named, and how often it ran."""
 
     seconds: float
@@ -38,16 +38,16 @@ class Span:
 class SiteProfile:
     """A site: the host's own layer, and the update of its output."""
 
-    layer: Span
-    update: Span
+    layer: TimedSpan
+    update: TimedSpan
 
 
 @dataclass(frozen=True)
 class Profile:
     """What a call spent, by the key of each site; `total` is the whole call."""
 
-    total: Span
-    controller: Span
+    total: TimedSpan
+    controller: TimedSpan
     sites: Mapping[str, SiteProfile]
 
 
@@ -67,13 +67,13 @@ def profile_sites(bem: Bem, call: Callable[[], object]) -> Profile:
         with profile(activities=_activities()) as profiler, record_function(_name("call")):
             call()
     spans = {
-        event.key: Span(event.cpu_time_total * 1e-6, getattr(event, "device_time_total", 0.0) * 1e-6, event.count)
+        event.key: TimedSpan(event.cpu_time_total * 1e-6, getattr(event, "device_time_total", 0.0) * 1e-6, event.count)
         for event in profiler.key_averages()
         if event.key.startswith(_name("")) and event.device_type == torch.autograd.DeviceType.CPU
     }
     if _name("controller") not in spans:
         raise BemError("the call ran no forward of the host, so there is nothing to profile")
-    nothing = Span(0.0, 0.0, 0)  # a site may be in a branch that this forward did not take
+    nothing = TimedSpan(0.0, 0.0, 0)  # a site may be in a branch that this forward did not take
     return Profile(
         spans[_name("call")],
         spans[_name("controller")],

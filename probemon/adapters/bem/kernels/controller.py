@@ -61,7 +61,7 @@ class StepSettings:
     over: int
 
 
-class Step(NamedTuple):
+class ColumnStep(NamedTuple):
     """What a column makes. `z [B, 1, w]`: features. `carry`: n, open, code, summary, log_mass, confidence, after it.
     The rest is as in `Codes`, `[B, 1, ..]`.
     """
@@ -225,7 +225,7 @@ def _of_router(
 
 def controller_step(
     hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Mapping[str, Tensor], settings: StepSettings
-) -> Step:
+) -> ColumnStep:
     """Read one more token of each of B rows: hidden `[B, 1, D]` of any float dtype, real `[B, 1]` bool (padding is not
     read, and leaves its row's carry as it was).
 
@@ -244,7 +244,7 @@ def controller_step(
         outputs = _ControllerStep.apply(settings, hidden, real, *carry, *ordered)  # type: ignore[no-untyped-call,unused-ignore]
     else:
         outputs = _forward(settings, hidden, real, carry, ordered)
-    return Step(outputs[0], outputs[1:7], *outputs[7:])
+    return ColumnStep(outputs[0], outputs[1:7], *outputs[7:])
 
 
 @functools.lru_cache(maxsize=64)  # a step of decoding looks like the one before

@@ -189,9 +189,10 @@ class RuleSpec:
     )
 
     def __post_init__(self) -> None:
+        defaults = {one.name: one.default for one in dataclasses.fields(self)}
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is None or (name == "all_of" and value == ()):
+            if value is defaults[name] or (name == "all_of" and value == ()):
                 continue
             try:
                 checked = check(name, value)
@@ -257,7 +258,7 @@ class RuleSpec:
         of_set = f"rate_{self.rate:g}" if self.rate is not None else self.alert_set
         chosen = pack if of_set is None else pack.with_alert_set(of_set)
         aggregator = named(self.aggregate)
-        probes = [chosen.find(one) for one in self.all_of] if self.all_of else chosen.find_all(self.concept or "")
+        probes = [chosen.find(one) for one in self.all_of] if self.concept is None else chosen.find_all(self.concept)
         if len(set(probes)) < len(self.all_of):
             raise RuleError("all_of names a concept twice: give each once", "all_of")
         # Each knows of its own concept, where it compares with what a pack knows.
@@ -274,7 +275,7 @@ class RuleSpec:
             check_above(aggregator, level, most)
         is_own = self.above is None and str(aggregator) == "each"
         conditions = [Condition(*one) for one in zip(probes, map(float, levels), own, strict=True)]
-        parts = [conditions] if self.all_of else [[condition] for condition in conditions]
+        parts = [conditions] if self.concept is None else [[condition] for condition in conditions]
         return [
             Rule(
                 first.probe,

@@ -535,7 +535,7 @@ def test_a_watch_that_was_blind_says_so_at_its_end_and_one_that_saw_says_nothing
     host = make_model()
     make_pack(tmp_path / "pack", host)
     lines, health = watched(host)
-    assert lines == [] and health["ok"] and len(health["checks"]) == 9
+    assert lines == [] and health["ok"] and len(health["checks"]) == 8
     # Seen once, then no longer: weights that overflow in the middle of a generation.
     host.model.layers[0].register_forward_hook(
         lambda module, args, output: output if output.shape[1] > 1 else output * float("nan")

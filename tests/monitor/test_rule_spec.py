@@ -123,6 +123,11 @@ def test_a_prompt_that_came_in_a_cache_is_told_as_unjudged(manager, model):
         model.generate(first, past_key_values=cache, **GREEDY)
 
 
+def test_the_first_probe_of_a_pack_is_named_by_its_number(manager):
+    assert [rule.probe for rule in RuleSpec(0, above=0.5).rules(manager.pack)] == [0]
+    assert [rule.probes for rule in RuleSpec(all_of=[0, "c1"], above=0.5).rules(manager.pack)] == [(0, 1)]
+
+
 def test_what_a_rule_says_goes_through_json_and_is_what_its_schema_takes():
     spec = RuleSpec(all_of=["a", "b"], above=0.5, for_tokens=2, within="any", action="record", aggregate="mean")
     told = json.loads(json.dumps(spec.to_dict()))

@@ -326,7 +326,7 @@ def test_hosted_beside_probes_is_the_same_as_alone_and_changes_no_score(mixtral,
     first, second = bare.result(out), run.result(again)
     assert all(first.scores.active(i).tolist() == second.scores.active(i).tolist() for i in range(len(first)))
     assert all(np.array_equal(first.scores.active_scores(i), second.scores.active_scores(i)) for i in range(len(first)))
-    assert bare.routing is None and run.follower(Routing).report()["n_tokens"] == len(beside.tokens)
+    assert bare.follower(Routing) is None and run.follower(Routing).report()["n_tokens"] == len(beside.tokens)
 
 
 def test_what_users_give_must_not_spoil_a_generation(mixtral):

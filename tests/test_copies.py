@@ -103,6 +103,9 @@ def test_a_sink_of_the_parent_says_so_in_the_child():
         def open(self, concepts):
             pass
 
+        def write(self, batch):
+            pass
+
         def close(self):
             pass
 

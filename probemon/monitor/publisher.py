@@ -79,6 +79,7 @@ class Publisher:
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self._changing = threading.Lock()  # events come, and are replaced once a judge has ruled, in several threads
         self._deciders: dict[type, Decider] = {}
+        self._asked = "generated tokens"
         # Tokens that rules are asked of, why some have no scores that a rule passes over, and these rules.
         self._n_asked, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
         self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
@@ -162,7 +163,7 @@ class Publisher:
         if self._unjudged:
             [(reason, n)] = self._unjudged.most_common(1)
             warnings.warn(
-                f"{self._unjudged.total()} of {self._n_asked} tokens that rules are asked of have no scores, so"
+                f"{self._unjudged.total()} of {self._n_asked} {self._asked} have no scores, so"
                 f" {counted(len(self._passing), 'rule')} could not be asked of them ({reason}: {n})",
                 UserWarning,
                 stacklevel=3,
@@ -172,6 +173,8 @@ class Publisher:
         """Ask the rules of tokens of a phase that some of them are asked of, or that are generated."""
         watch, placed, reads = batch.watch, batch.placed, batch.reads
         self._n_asked += len(placed)
+        if placed.phase == PROMPT:
+            self._asked = "tokens that rules are asked of"
         unseen = Counter(filter(None, scores.coverage.unseen)) if not all_seen else Counter[str]()
         if placed.phase == PROMPT and not generation.asked_of_prompt:  # what came in a cache no forward has
             generation.asked_of_prompt = True

@@ -42,7 +42,8 @@ def process_metrics(deployment: Deployment, pack: AnyPack) -> ProcessMetrics | N
 class EngineRun:
     """What metrics ask of a run. Budgets, breakers and sinks are the worker's, and not told here."""
 
-    budget = breaker = routing = drift = None
+    breaker = None
+    followers: tuple[Follower, ...] = ()
     recordings: tuple[Any, ...] = ()
     sinks: tuple[Any, ...] = ()
 
@@ -55,6 +56,9 @@ class EngineRun:
     def n_failures(self) -> int:
         """Return how often listeners of the client raised."""
         return self._client.failures.n_errors
+
+    def follower(self, kind: type) -> None:
+        """Return None: whatever follows the run is the worker's."""
 
     def follow_with(self, metrics: ProcessMetrics) -> None:
         """Let metrics count what comes from now on."""
@@ -83,7 +87,7 @@ class EngineRun:
             which = np.flatnonzero(message.phases == phase)
             counts.append(len(which))
             if len(which):
-                placed: Any = SimpleNamespace(phase=phase)
-                follower.scored(placed, message.scores.take(which))
+                batch: Any = SimpleNamespace(placed=SimpleNamespace(phase=phase), watch=SimpleNamespace(rung=0))
+                follower.scored(batch, message.scores.take(which))
         whole = max(message.seconds, time.time() - message.began_seconds)
         follower.forward(ForwardTime(message.seconds, whole, *counts))

@@ -346,7 +346,7 @@ def test_the_schema_is_one_and_every_part_of_it_is_explained():
 
 
 def test_the_example_is_right_and_is_the_one_of_the_page():
-    example = Path(__file__).parents[2] / "examples/watch.yaml"
+    example = Path(__file__).parents[3] / "examples/watch.yaml"
     deployment = Deployment.read(example)
     assert cost_of(deployment, deployment.open_packs()).n_rules == 3
     page = (example.parents[1] / "docs/deployment.md").read_text()

@@ -257,7 +257,7 @@ def test_a_change_of_rules_keeps_what_it_may_and_brings_back_what_it_must(tmp_pa
 
 
 def test_the_page_says_how_it_goes_down_and_up():
-    page = " ".join((Path(__file__).parents[2] / "docs/budget.md").read_text(encoding="utf-8").split())
+    page = " ".join((Path(__file__).parents[3] / "docs/budget.md").read_text(encoding="utf-8").split())
     assert (
         f"After {DOWN_AFTER} steps on a rung" in page
         and f"after {UP_AFTER}, where it is under {RESUME:.0%}".replace("%", " %") in page

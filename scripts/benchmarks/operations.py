@@ -168,9 +168,9 @@ def _timed(counts: Any) -> Any:
             self.steps: list[tuple[float, Any]] = []
             self._spent = 0.0
 
-        def scored(self, placed: Any, scores: Any) -> None:
+        def scored(self, batch: Any, scores: Any) -> None:
             begin = time.perf_counter()
-            counts.scored(placed, scores)
+            counts.scored(batch, scores)
             self._spent += time.perf_counter() - begin
 
         def forward(self, time_: Any) -> None:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from conftest import OLDEST, PAD, make_model, make_pack
+from hears import hears
 from probemon import DynamicProbeManager
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.ltm import attach_memory
@@ -717,7 +718,7 @@ def rotate(decoder):
 def test_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_its_site(manager, change, way):
     """Its hook runs on, and its states are those of another depth than the pack was made for."""
     host, gaps = make_model(), []
-    for told in ({}, {"on_gap": gaps.append}):
+    for told in ({}, {"on_gap": "report", "followers": [hears(gap=gaps.append)]}):
         with manager.attach(host, **told) as run, torch.no_grad():
             before = list(host.model.layers)
             host(IDS[:, :3])

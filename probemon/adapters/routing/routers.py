@@ -75,8 +75,8 @@ def no_router(model: Any) -> NotSupportedHost:
     return NotSupportedHost(
         f"{type(model).__name__} has no router that is known: no experts (modules of its layers with weight [experts,"
         " hidden size] and top_k), no memory slots (LtmForCausalLM), no X-LoRA and no recurrent layer. A BEM adapter"
-        " is watched where it is named, as what attach_bem returned: manager.attach(...,"
-        " routing=RoutingSettings(bem=bem)), RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
+        " is watched where it is named, as what attach_bem returned: attach(followers=[Routing(bem=bem)]),"
+        " RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
     )
 
 

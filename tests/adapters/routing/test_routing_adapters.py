@@ -453,12 +453,10 @@ def test_a_host_whose_only_router_is_an_adapter_says_how_it_is_watched(tmp_path)
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=6)
     with make_bem(model) as bem:
         before = n_hooks(model)
-        with pytest.raises(
-            NotSupportedHost, match=r"routing=RoutingSettings\(bem=bem\).*RoutingMonitor\(model, bem=bem\).*--bem"
-        ):
+        with pytest.raises(NotSupportedHost, match=r"Routing\(bem=bem\).*RoutingMonitor\(model, bem=bem\).*--bem"):
             manager.attach(model, followers=[Routing()])
         with pytest.raises(ConfigError, match=r"settings of routing are 'x': give a RoutingSettings"):
-            manager.attach(model, routing="x")
+            manager.attach(model, followers=[Routing("x")])
         with pytest.raises(
             UnknownSetting,
             match=r"no setting 'bemm' of routing, did you mean 'bem'\?: there are rules, window, bem, states, run_id",

@@ -105,7 +105,7 @@ class Watch:
             self.manager = DynamicProbeManager(self._pack())
             follows = states and kind in RECURRENT
             routing = [Routing(states=follows)] if follows or reads else []
-            self.run = self.manager.attach(model, routing)
+            self.run = self.manager.attach(model, followers=routing)
         self.states: dict[int, dict[str, Tensor]] = {}
         self.reads: dict[tuple[int, int, int], dict[str, Any]] | None = {} if reads else None
         self.recorder: StateRecorder | None = self.run.follower(Routing).recurrent if follows else None

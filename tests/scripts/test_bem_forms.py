@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from probemon.adapters.bem.evaluation.gates import FAILED, PASSED
 
 import bem_reason
 import domain_arms
 from bem_forms import frontiers, verdicts
+from gates import FAILED, PASSED
 from probemon.adapters.bem.evaluation.latency import Timed
 
 METHODS = ("base", "lora", "low_rank", "film", "x-lora")

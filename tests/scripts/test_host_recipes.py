@@ -41,7 +41,7 @@ def test_a_row_holds_and_its_trap_is_there(name, host):
 )
 def test_a_refusal_is_by_name(name, host):
     row = run(BY_NAME[name], host)
-    assert row.verdict == "refused" and row.value.startswith("NotSupportedDecoding: ")
+    assert row.verdict == "refused" and row.value.startswith("NotSupportedDecoding: "), row
 
 
 def test_a_host_that_is_not_the_plain_one_fails(monkeypatch):

@@ -95,7 +95,7 @@ class DynamicProbeManager(Scorer):
         Raises `DeploymentError`; `ConfigError` where its metrics cannot be shown.
         """
         deployment.rules(self.pack)  # what is wrong with them shows now
-        deployment.followers(self.pack, ())  # and what is not installed; metrics are shown from now on
+        deployment.show(self.pack)  # and what is not installed
         self.deployment = deployment
 
     def __reduce__(self) -> tuple[Any, ...]:

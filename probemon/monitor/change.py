@@ -52,6 +52,9 @@ class DeploymentFile(Protocol):
     def followers(self, pack: AnyPack, given: Sequence[Any]) -> list[Any]:
         """Return what hears a run by it, beside what the run is `given`."""
 
+    def show(self, pack: AnyPack) -> None:
+        """Show its metrics from now on; raise where something that it needs is not installed."""
+
     def rules(self, pack: AnyPack) -> list[Rule]:
         """Return its rules."""
 

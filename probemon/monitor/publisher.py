@@ -181,7 +181,8 @@ class Publisher:
             if n_before := batch.recording.n_before():
                 unseen[batch.recording.before] += n_before
                 self._n_asked += n_before
-        passing = [rule for _, rule in watch.rules if unseen and rule.on_blind == PASS and rule.asks(placed.phase)]
+        # Seen tokens, nearly all, cost nothing here however many rules there are. What came in a cache has no event.
+        passing = [rule for _, rule in watch.rules if self._passes(rule, batch, unseen)] if unseen else []
         if passing:
             self._unjudged.update(unseen)
             self._passing.update((id(rule), rule) for rule in passing)
@@ -194,6 +195,11 @@ class Publisher:
                 reading = () if reads is None else tuple(reads.of(i))
                 event = self._event(rule, generation.recording, placed, i, **known, reading=reading)
                 self._act(rule.action, event, generation)
+
+    @staticmethod
+    def _passes(rule: Rule, batch: Batch, unseen: Counter[str]) -> bool:
+        """Whether a rule that is asked of a batch does nothing at what is unseen of it."""
+        return rule.asks(batch.placed.phase) and (rule.on_blind == PASS or batch.recording.before in unseen)
 
     def _event(self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, **known: Any) -> Event:
         """Return the event of a rule at a token; `known`: of its scores, or why there are none."""

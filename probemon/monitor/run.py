@@ -148,8 +148,9 @@ class MonitorRun:
             self._followers.add(_KeptGaps(self.gaps))
         filed = () if deployment is None else deployment.followers(manager.pack, followers)
         sites: list[str | Site] = list(manager.pack.sites)
-        for one in [*filed, *_listed(followers)]:
-            sites += self._add(self._as_follower(one))
+        for follower in map(self._as_follower, [*filed, *_listed(followers)]):
+            sites += self._sites_of(follower)
+            self._followers.add(follower, sink=isinstance(follower, Delivery))
         breaker = options.breaker or (None if deployment is None else deployment.breaker)
         self.breaker = Circuit(breaker) if isinstance(breaker, Breaker) else breaker
         self._scorer = TokenScorer(manager, self._watches, self._followers, publisher.publish, self.breaker)
@@ -307,16 +308,16 @@ class MonitorRun:
         Returns the follower that it is or became (a `Delivery` for a sink). Raises `ConfigError` after the block, for
         one that reads hidden states at further sites (give it to `attach`), and what its `began` raises.
         """
-        if self._entered and not self._watcher.open:
-            raise ConfigError("this run has ended, and a follower would hear nothing: attach again")
+        self._check_not_ended("a follower")
         added = self._as_follower(follower)
-        if self._add(added):
+        if self._sites_of(added):
             raise ConfigError(
                 f"{type(added).__name__} reads hidden states at further sites, and those are tapped when a run is made:"
                 " give it to attach(followers=[...])"
             )
         if self._watcher.open:
-            self._begin(added)
+            self._begin(added)  # what this raises leaves nothing behind
+        self._followers.add(added, sink=isinstance(added, Delivery))
         return added
 
     def _as_follower(self, given: Any) -> Follower:
@@ -333,13 +334,11 @@ class MonitorRun:
             " that takes (placed, scores)"
         )
 
-    def _add(self, follower: Follower) -> list[str | Site]:
-        """Add a follower; return the further sites that it reads."""
+    def _sites_of(self, follower: Follower) -> list[str | Site]:
+        """Return the further sites that a follower reads, which is new here."""
         if any(one is follower for one in self._followers):
             raise ConfigError(f"this {type(follower).__name__} follows this run already: give it once")
-        sites = list(follower.attaching(self))
-        self._followers.add(follower, sink=isinstance(follower, Delivery))
-        return sites
+        return list(follower.attaching(self))
 
     def _begin(self, follower: Follower) -> None:
         follower.began(self)

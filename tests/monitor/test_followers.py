@@ -11,7 +11,7 @@ from conftest import PAD
 from hears import hears
 from probemon import DynamicProbeManager
 from probemon.core.scores import PROMPT
-from probemon.errors import AlignmentError, ConceptRaised
+from probemon.errors import AlignmentError, ConceptRaised, ConfigError
 from probemon.monitor.followers import Follower
 from probemon.ops.judges.escalation import Escalate
 
@@ -129,3 +129,22 @@ def test_what_a_follower_raises_ends_no_generation(model, pack):
         run.follow(diary)
         out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
     assert torch.equal(out, expected) and run.n_failures == len(diary.of("scored")) == 6
+
+
+def test_who_is_refused_is_not_told(model, pack):
+    class Refusing(Diary):
+        def began(self, run):
+            raise ValueError("refused")
+
+    class Elsewhere(Diary):
+        def attaching(self, run):
+            return ["resid_post.0"]
+
+    diaries = [Refusing(), Elsewhere()]
+    with DynamicProbeManager(pack).attach(model) as run:
+        with pytest.raises(ValueError, match="refused"):
+            run.follow(diaries[0])
+        with pytest.raises(ConfigError, match=r"give it to attach\(followers="):
+            run.follow(diaries[1])
+        model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    assert [diary.heard for diary in diaries] == [[], []] and not set(diaries) & set(run.followers)

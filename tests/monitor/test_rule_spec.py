@@ -112,14 +112,15 @@ def test_what_the_prompt_says_stops_a_row_at_its_first_token(manager, model):
 
 
 @torch.no_grad()
-def test_a_prompt_that_came_in_a_cache_is_told_as_unjudged(manager, model):
+@pytest.mark.parametrize("on_blind", ["pass", "stop"])
+def test_a_prompt_that_came_in_a_cache_is_told_as_unjudged(manager, model, on_blind):
     from transformers import DynamicCache
 
     cache = DynamicCache()
     first = model.generate(PROMPTS[1:], past_key_values=cache, **GREEDY)
     warned = pytest.warns(UserWarning, match=r"tokens that rules are asked of have no scores.*1 rule")
     with warned, manager.attach(model) as run:
-        run.on("c1", above=0.99, within="prompt", action="record")
+        run.on("c1", above=0.99, within="prompt", action="record", on_blind=on_blind)
         model.generate(first, past_key_values=cache, **GREEDY)
 
 

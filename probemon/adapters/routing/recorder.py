@@ -43,7 +43,7 @@ from probemon.errors import ConfigError
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import find_mixers
 from probemon.host.site import Site
-from probemon.monitor.delivery import Delivery
+from probemon.monitor.delivery import Delivery, is_sink
 from probemon.monitor.failures import as_exception, raise_error
 from probemon.monitor.followers import Batch, Follower
 from probemon.tracking.align import PlacedTokens
@@ -197,14 +197,14 @@ class Routing(Follower):
         ended, as `listen` and `on_alert` do.
         """
         self._check_not_ended("this sink")
-        if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
+        if not is_sink(sink):
             raise ConfigError(
                 f"a sink has open, write and close, {sink!r} has not: see probemon.adapters.routing.records"
             )
         if not self.sources:
             raise ConfigError(
                 "the host has recurrent layers and no router, so there are no decisions to write: report() has what its"
-                " layers keep, and states.listen(...) every token"
+                " layers keep, and recurrent.listen(...) every token"
             )
         delivery = Delivery(sink, max_batches=max_batches)
         delivery.start([])

@@ -247,6 +247,11 @@ class Deployment:
         events = self.opentelemetry()
         return [one for one in (budget, self.exporter(pack), events, *self.sinks()) if one is not None]
 
+    def show(self, pack: AnyPack) -> None:
+        """Show its metrics from now on. Raises `DeploymentError`, also where what its events need is not installed."""
+        self.opentelemetry()
+        self.exporter(pack)
+
     def exporter(self, pack: AnyPack) -> Any:
         """Return what shows its metrics to Prometheus, begun once, None where it states none. Raises `DeploymentError`,
         `ConfigError` where it cannot listen.

@@ -95,15 +95,13 @@ class Holding:
         if before is None:
             raise ConfigError("this server has no deployment file that could be read again: start it with --deployment")
         newer = Deployment.read(before.path)
-        before.check_only_rules_differ(newer)
-        always_on, exclude = (tuple(newer.content.get(name, ())) for name in ("always_on", "exclude"))
+        filed, always_on, exclude = before.changed_by(newer, self._manager)
         # A rule that stays is the one that was: what it compares with goes on. The same may stand twice.
         known, rules = list(self.now.rules), list[Rule]()
-        for rule in newer.rules(self._manager.pack):
+        for rule in filed:
             rules.append(known.pop(known.index(rule)) if rule in known else rule)
-        held = Held(newer, tuple(rules), always_on, exclude)
+        held = Held(newer, tuple(rules), tuple(always_on), tuple(exclude))
         check_asked(rules, self._tokenizer)
-        newer.metrics(self._manager.pack)  # what is counted may be excluded now
         with newer.errors_of_settings():
             self._check(held, [], "the rules of the file")
         with self._lock:

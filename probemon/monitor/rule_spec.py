@@ -201,6 +201,12 @@ class RuleSpec:
             except ConfigError as error:
                 raise RuleError(str(error), name) from None
             object.__setattr__(self, name, checked)
+        if self.above is not None:
+            aggregator = named(self.aggregate)
+            try:
+                object.__setattr__(self, "above", check_above(aggregator, self.above, ceiling(aggregator)))
+            except ConfigError as error:
+                raise RuleError(str(error), "above") from None
         if (self.concept is None) == (not self.all_of):
             raise RuleError("concept is missing: give an id, a name or a pattern, or two or more in all_of", "concept")
         given = [name for name in ("above", "alert_set", "rate") if getattr(self, name) is not None]
@@ -298,10 +304,6 @@ def _check_all_of(name: str, value: Any) -> tuple[str | int, ...]:
     return tuple(value)
 
 
-def _check_above(name: str, value: Any) -> float:
-    return check_number(name, value, low=0, remedy="a score must exceed it, so give 0 or more")
-
-
 def _check_rate(name: str, value: Any) -> float:
     remedy = "it is a rate of false alarms, so give more than 0 and less than 1"
     return check_number(name, value, low=0, open_low=True, high=1, open_high=True, remedy=remedy)
@@ -334,7 +336,6 @@ def _check_action(name: str, value: Any) -> Any:
 
 _CHECKS: dict[str, Any] = {
     "all_of": _check_all_of,
-    "above": _check_above,
     "alert_set": check_text,
     "rate": _check_rate,
     "aggregate": _check_aggregate,

@@ -139,7 +139,7 @@ def test_a_missing_extra_is_named_with_what_installs_it(doctor, tiny, monkeypatc
 
 
 def test_code_that_is_kept_for_want_of_another_folder_names_the_variable_to_set(doctor, tiny, monkeypatch):
-    monkeypatch.setattr("probemon.cli.examination.is_temporary", lambda folder: True)
+    monkeypatch.setattr("probemon.cli.doctor.examination.is_temporary", lambda folder: True)
     code, answer, _ = doctor(tiny / "model", tiny / "pack")
     (cache,) = [check for check in answer["checks"] if check["name"] == "cache"]
     assert code == 0 and cache["state"] == "warning" and "for want of another folder" in cache["what"]

@@ -182,7 +182,7 @@ def test_hostile_arguments_of_every_command_and_option_are_shown_harmless(monkey
         for param in required
         for word in ([text] if param.param_type_name == "argument" else [param.opts[0], text])
     ]
-    for more in ("", "\ud800"):
+    for more in ("", "\ud800") if given else ():
         code, _, error = run(monkeypatch, capsys, *path, *(f"{word}{more}" for word in given))
         assert code == 2 and error.count("\n") == 1
     for param in command.params:

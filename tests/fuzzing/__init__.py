@@ -9,5 +9,5 @@ tests/fuzzing/test_fuzz.py uses the same.
     python scripts/benchmarks/fuzz_commands.py --out docs/benchmarks/fuzz_commands.json
 
 `command_lines` draws command lines from the command line's own table, `workshop` makes the files that they name, and
-`command_runs` runs and judges them; tests/fuzzing/test_commands.py has a sample.
+`command_runs` runs and judges them; tests/fuzzing/test_hostile_commands.py has a sample.
 """

@@ -4,13 +4,13 @@ import types
 
 import pytest
 import torch
-from test_update import states_of
 
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.core.scores import RowState
 from probemon.errors import ConceptRaised, ConfigError
 from probemon.monitor.breaker import CLOSED, HALF_OPEN, JITTER, LONGEST, OPEN, PAUSED, Breaker, Circuit
+from tapped_states import states_of
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}

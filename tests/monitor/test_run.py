@@ -3,7 +3,6 @@
 import copy
 import gc
 import json
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -540,17 +539,12 @@ def test_arrow_table_holds_every_score_and_says_what_was_not_seen(manager, model
     assert about["coverage"] == result.coverage.totals()
 
 
-def test_without_pyarrow_the_error_names_the_extra():
-    code = (
-        "import sys; sys.modules['pyarrow'] = None\nimport torch\nfrom probemon import DynamicProbeManager,"
-        " ProbePack\nfrom probemon.tracking.recording import Tokens\nfrom probemon.monitor.result import Result\nimport"
-        " numpy as np\npack = ProbePack.open('probes/wordnet-smollm2-135m')\nscores ="
-        " DynamicProbeManager(pack).score_tokens(pack.golden_hidden[:1, 0])\nz = np.zeros(1, int)\ntry: Result(pack,"
-        " None, Tokens(z, z, z, z, scores)).to_arrow()\nexcept ImportError as error: print(type(error).__name__,"
-        " error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "MissingExtra to_arrow needs pyarrow: pip install 'probemon[corpus]'"
+def test_without_pyarrow_the_error_names_the_extra(manager, model, monkeypatch):
+    with manager.attach(model) as run:
+        out = model.generate(PROMPT, max_new_tokens=1, **NO_EOS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"^to_arrow needs pyarrow: pip install 'probemon\[corpus\]'$"):
+        run.result(out).to_arrow()
 
 
 def test_what_is_given_once_a_run_has_ended_is_refused(manager, model):

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from test_deployment import GREEDY, PROMPT, folder, text_of, written  # noqa: F401 (folder is a fixture)
 
 from conftest import make_model, make_pack
+from deployed import GREEDY, PROMPT, text_of, with_pack, written
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError, NotSupportedDecoding, UnknownConcept
 from probemon.monitor.rule_spec import RuleSpec
@@ -24,6 +24,11 @@ PARTS = [  # of each state: what is excluded, always on, and the rules as (conce
     (["c2"], ["c12"], []),
     ([], [], [("c9", 0.2, 2), ("c9", 0.2, 2)]),
 ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return with_pack(tmp_path_factory.mktemp("deployed"))
 
 
 def rules_of(part):
@@ -60,7 +65,7 @@ def replayed(manager, hidden, n_prompt, changes):
 
 
 @pytest.mark.parametrize("arena", ["resident", "paged"])
-def test_changes_are_those_of_a_replay(folder, arena):  # noqa: F811
+def test_changes_are_those_of_a_replay(folder, arena):
     model = make_model()
     manager = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"])
     if arena == "paged":
@@ -93,7 +98,7 @@ def test_changes_are_those_of_a_replay(folder, arena):  # noqa: F811
     assert np.allclose([event[2] for event in events], [event[2] for event in expected], atol=1e-5)
 
 
-def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_nothing(folder):  # noqa: F811
+def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_nothing(folder):
     base = text_of(folder).replace("action: stop", "action: record")
     for kind in ("jsonl", "parquet"):
         base += f"{'' if 'sinks:' in base else 'sinks:'}\n  - {{kind: {kind}, path: told.{kind}, overwrite: true}}"
@@ -165,7 +170,7 @@ def test_more_that_is_always_on_does_not_exceed_the_limit(tmp_path, n_packs):
     assert (coverage.active + coverage.dropped + coverage.not_reached)[:-1].tolist() == [30 * n_packs] * len(out[0, 1:])
 
 
-def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):  # noqa: F811
+def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     few = {**GREEDY, "max_new_tokens": 4, "return_dict_in_generate": True}
     with manager.attach(model) as run:
@@ -179,7 +184,7 @@ def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):  # noqa
     assert ((result.coverage.excluded > 0) == (result.position >= begin))[result.coverage.seen].all()
 
 
-def test_a_rule_that_comes_between_two_generations_is_not_said_of_the_first(folder):  # noqa: F811
+def test_a_rule_that_comes_between_two_generations_is_not_said_of_the_first(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack", strategy="descent")
     with manager.attach(model) as run:
         run.on("c2", above=0.5, **RECORD)
@@ -194,7 +199,7 @@ def test_a_rule_that_comes_between_two_generations_is_not_said_of_the_first(fold
     ]
 
 
-def test_another_thread_changes_whole_states_alone(folder):  # noqa: F811
+def test_another_thread_changes_whole_states_alone(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     wanted = [(["c0"], "c3"), (["c3"], "c0")]  # a mixture would evaluate what is excluded, or raise
     stop = threading.Event()
@@ -221,7 +226,7 @@ def test_another_thread_changes_whole_states_alone(folder):  # noqa: F811
             assert not excluded & set(result.scores.active(t).tolist())
 
 
-def test_what_cannot_be_changed_is_refused(folder):  # noqa: F811
+def test_what_cannot_be_changed_is_refused(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     with manager.attach(model) as run:
         for arguments, said in (
@@ -242,7 +247,7 @@ def test_what_cannot_be_changed_is_refused(folder):  # noqa: F811
     assert RuleSpec("c3", above=0.1, for_tokens=1, aggregate=None, action="stop").rules(manager.pack)
 
 
-def test_a_stop_that_came_while_beams_began_is_an_error_where_it_would_act(folder):  # noqa: F811
+def test_a_stop_that_came_while_beams_began_is_an_error_where_it_would_act(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     with manager.attach(model) as run:
         late = RuleSpec("c9", above=0.0, action="stop").rules(manager.pack)

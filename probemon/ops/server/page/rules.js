@@ -16,6 +16,9 @@ const isRule = (rule) =>
   rule !== null &&
   typeof rule === "object" &&
   typeof rule.concept === "string" &&
+  typeof (rule.above ?? 0) === "number" &&
+  typeof (rule.for_tokens ?? 1) === "number" &&
+  ["tell", "stop"].includes(rule.action ?? "tell") &&
   Object.values(rule).every((value) => value === null || ["string", "number"].includes(typeof value));
 
 /** The rules that were kept. What one leaves out is as the server takes it; what is no rule is left out. */
